@@ -1,0 +1,197 @@
+"""Gated DeltaNet: the recurrence, its tree form, its chunk form, the commit.
+
+Notation (Gated Delta Networks, arXiv 2412.06464; tree form: DESIGN section 4).
+Each value head has a state S [key_dim, value_dim]. One token does
+
+    S <- exp(g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
+
+with decay first, q and k L2-normalised and q scaled by key_dim^-0.5. Key head
+h serves the value heads h*R .. h*R + R-1, R = value heads / key heads.
+
+Every function takes q, k [N, Hk, K], v [N, Hv, V], g, beta [N, Hv] and a state
+[Hv, K, V], all in the accumulation dtype (float32, or float64 for the
+reference engine), and computes at full precision of that dtype.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+PREFILL_CHUNK = 64
+"""Tokens solved at once in prefill, as in the published chunk form."""
+
+_HIGHEST = lax.Precision.HIGHEST
+
+
+def _einsum(spec: str, *operands: Array) -> Array:
+  return jnp.einsum(spec, *operands, precision=_HIGHEST)
+
+
+def _heads_first(x: Array) -> Array:
+  return jnp.swapaxes(x, 0, 1)
+
+
+def recurrent(
+  q: Float[Array, "N Hk K"],
+  k: Float[Array, "N Hk K"],
+  v: Float[Array, "N Hv V"],
+  g: Float[Array, "N Hv"],
+  beta: Float[Array, "N Hv"],
+  state: Float[Array, "Hv K V"],
+) -> tuple[Float[Array, "N Hv V"], Float[Array, "Hv K V"]]:
+  """Token-by-token definition: the oracle of every other form.
+
+  Returns:
+    Outputs [N, Hv, V] and the state after the last token [Hv, K, V].
+  """
+  repeat = v.shape[1] // k.shape[1]
+
+  def step(s, token):
+    q_t, k_t, v_t, g_t, beta_t = token
+    q_t, k_t = (jnp.repeat(x, repeat, axis=0) for x in (q_t, k_t))  # [Hv, K]
+    s = jnp.exp(g_t)[:, None, None] * s
+    u = beta_t[:, None] * (v_t - _einsum("hkv,hk->hv", s, k_t))
+    s = s + k_t[:, :, None] * u[:, None, :]
+    return s, _einsum("hkv,hk->hv", s, q_t)
+
+  state, outputs = lax.scan(step, state, (q, k, v, g, beta))
+  return outputs, state
+
+
+def tree_verify(
+  q: Float[Array, "N Hk K"],
+  k: Float[Array, "N Hk K"],
+  v: Float[Array, "N Hv V"],
+  g: Float[Array, "N Hv"],
+  beta: Float[Array, "N Hv"],
+  state: Float[Array, "Hv K V"],
+  mask: Bool[Array, "N N"],
+) -> tuple[
+  Float[Array, "N Hv V"], Float[Array, "N Hv V"], Float[Array, "N Hv"]
+]:
+  """Outputs of every node of a tree from one read of the committed state.
+
+  With G_i the sum of g over the path to i and D_ij = exp(G_i - G_j) for
+  ancestors-or-self j of i, else 0:
+
+      (I + diag(beta) [(K K^T) o D]_strict) U = diag(beta) (V - e^G K S)
+      O = e^G Q S + [(Q K^T) o D] U
+
+  Args:
+    mask: mask[i, j] is True where j is i or an ancestor of i. Parents come
+      before their children, so that the system is unit lower triangular.
+
+  Returns:
+    Outputs [N, Hv, V]; the updates u [N, Hv, V] and path log-decays G [N, Hv]
+    that `commit` needs.
+  """
+  n, key_heads, _ = k.shape
+  value_heads, _, value_dim = state.shape
+  repeat = value_heads // key_heads
+  group = (key_heads, repeat)
+
+  q, k = _heads_first(q), _heads_first(k)  # [Hk, N, K]
+  v = _heads_first(v).reshape(*group, n, value_dim)
+  s = state.reshape(*group, *state.shape[1:])
+  decay = _einsum("ij,jh->hi", mask.astype(g.dtype), g)  # [Hv, N]
+  difference = decay[:, :, None] - decay[:, None, :]
+  # Masked before the exponential: outside the path it may overflow.
+  ratio = jnp.where(mask, jnp.exp(jnp.where(mask, difference, 0)), 0)
+  ratio = ratio.reshape(*group, n, n)
+  decay_h = decay.reshape(*group, n)
+  beta_h = beta.T.reshape(*group, n)
+
+  kk = _einsum("hik,hjk->hij", k, k)[:, None]  # shared by a group's heads
+  qk = _einsum("hik,hjk->hij", q, k)[:, None]
+  strict = mask & ~jnp.eye(n, dtype=bool)
+  system = jnp.where(strict, beta_h[..., None] * kk * ratio, 0)
+  system = system + jnp.eye(n, dtype=system.dtype)
+  k_state = _einsum("hnk,hrkv->hrnv", k, s)
+  q_state = _einsum("hnk,hrkv->hrnv", q, s)
+  carried = jnp.exp(decay_h)[..., None]
+  rhs = beta_h[..., None] * (v - carried * k_state)
+  u = jax.scipy.linalg.solve_triangular(
+    system, rhs, lower=True, unit_diagonal=True
+  )
+  o = carried * q_state + _einsum("hrij,hrjv->hriv", qk * ratio, u)
+  o, u = (
+    _heads_first(x.reshape(value_heads, n, value_dim)) for x in (o, u)
+  )
+  return o, u, decay.T
+
+
+def commit(
+  state: Float[Array, "Hv K V"],
+  k: Float[Array, "N Hk K"],
+  u: Float[Array, "N Hv V"],
+  decay: Float[Array, "N Hv"],
+  path: Int[Array, " P"],
+  count: Int[Array, ""],
+) -> Float[Array, "Hv K V"]:
+  """State after the first `count` nodes of a root path.
+
+      S' = e^{G_last} S + sum_{j on path} exp(G_last - G_j) k_j u_j^T
+
+  Args:
+    k, u, decay: what `tree_verify` read and returned.
+    path: node indices from the root down; entries from `count` on are ignored.
+    count: nodes to commit, 0 leaves the state as it is.
+  """
+  repeat = state.shape[0] // k.shape[1]
+  on_path = jnp.arange(path.shape[0]) < count  # [P]
+  k, u, decay = k[path], u[path], decay[path]
+  last = decay[jnp.maximum(count - 1, 0)]  # [Hv]
+  weight = jnp.where(
+    on_path[:, None],
+    jnp.exp(jnp.where(on_path[:, None], last - decay, 0)),
+    0,
+  )
+  u = jnp.where(on_path[:, None, None], weight[:, :, None] * u, 0)
+  k = jnp.where(on_path[:, None, None], k, 0)
+  u = u.reshape(u.shape[0], k.shape[1], repeat, u.shape[2])
+  added = _einsum("phk,phrv->hrkv", k, u).reshape(state.shape)
+  return jnp.where(count > 0, jnp.exp(last)[:, None, None] * state + added, state)
+
+
+def chunk_prefill(
+  q: Float[Array, "N Hk K"],
+  k: Float[Array, "N Hk K"],
+  v: Float[Array, "N Hv V"],
+  g: Float[Array, "N Hv"],
+  beta: Float[Array, "N Hv"],
+  state: Float[Array, "Hv K V"],
+  count: Int[Array, ""],
+) -> tuple[Float[Array, "N Hv V"], Float[Array, "Hv K V"]]:
+  """A run of tokens, `PREFILL_CHUNK` at a time: a chunk is a one-path tree.
+
+  Args:
+    count: tokens that exist; those behind it leave the state alone and their
+      outputs mean nothing.
+
+  Returns:
+    Outputs [N, Hv, V] and the state after `count` tokens [Hv, K, V].
+  """
+  n = k.shape[0]
+  chunk = min(n, PREFILL_CHUNK)
+  padded = -(-n // chunk) * chunk
+  valid = (jnp.arange(n) < count)[:, None]
+  # No decay and no update: a token that does not exist changes nothing.
+  g, beta = jnp.where(valid, g, 0), jnp.where(valid, beta, 0)
+
+  def split(x):
+    x = jnp.pad(x, ((0, padded - n),) + ((0, 0),) * (x.ndim - 1))
+    return x.reshape(padded // chunk, chunk, *x.shape[1:])
+
+  causal = jnp.tril(jnp.ones((chunk, chunk), dtype=bool))
+  path = jnp.arange(chunk, dtype=jnp.int32)
+  whole = jnp.asarray(chunk, jnp.int32)
+
+  def step(s, tokens):
+    o, u, decay = tree_verify(*tokens, s, causal)
+    return commit(s, tokens[1], u, decay, path, whole), o
+
+  state, outputs = lax.scan(
+    step, state, tuple(split(x) for x in (q, k, v, g, beta))
+  )
+  return outputs.reshape(padded, *outputs.shape[2:])[:n], state

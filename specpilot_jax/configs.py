@@ -1,0 +1,497 @@
+"""Frozen configurations: target models and their presets.
+
+A `ModelConfig` describes a target of one of three families:
+
+* `qwen3_5`: the hybrid of Qwen3.5, 3.6 and 3.8 (three Gated DeltaNet layers,
+  then one gated full-attention layer),
+* `qwen3`: dense Qwen3,
+* `llama`: Llama-style dense (SmolLM2).
+
+`ModelConfig.from_hf` reads a Hugging Face `config.json` and refuses any field
+it does not know, so that a checkpoint never loads with a setting ignored.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from specpilot_jax.errors import SpecPilotError
+
+GDN = "gdn"
+ATTENTION = "attention"
+FAMILIES = ("qwen3_5", "qwen3", "llama")
+DTYPES = ("bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+  """Shape and equations of a target model.
+
+  Attributes:
+    name: preset name or the checkpoint's folder name; for reports only.
+    family: one of `FAMILIES`.
+    vocab_size: rows of the embedding and of the lm_head (padding included).
+    tokenizer_size: ids at or above it are never proposed, sampled or
+      accepted; None means `vocab_size`.
+    hidden_size: width of the residual stream.
+    intermediate_size: SwiGLU units.
+    layer_types: `GDN` or `ATTENTION` for each layer.
+    num_heads, num_kv_heads, head_dim: full attention.
+    rotary_dim: leading dimensions of a head that rotate (even).
+    rope_theta: RoPE base.
+    norm_eps: epsilon of every RMSNorm.
+    tie_embeddings: lm_head is the embedding.
+    context_length: prompt plus output tokens at most.
+    qk_norm: RMSNorm over head_dim on q and k before RoPE.
+    attention_gate: q_proj carries a sigmoid output gate per head.
+    zero_centered_norm: layer, final, q and k norms scale by (1 + weight).
+    gdn_num_key_heads, gdn_num_value_heads, gdn_key_head_dim,
+    gdn_value_head_dim, gdn_conv_kernel: Gated DeltaNet; 0 without GDN layers.
+    bos_token_id: None where the model has none.
+    eos_token_ids: ids that end a request unless `ignore_eos`.
+  """
+
+  name: str
+  family: str
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  layer_types: tuple[str, ...]
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rotary_dim: int
+  rope_theta: float
+  norm_eps: float
+  tie_embeddings: bool
+  context_length: int
+  qk_norm: bool
+  attention_gate: bool
+  zero_centered_norm: bool
+  gdn_num_key_heads: int = 0
+  gdn_num_value_heads: int = 0
+  gdn_key_head_dim: int = 0
+  gdn_value_head_dim: int = 0
+  gdn_conv_kernel: int = 0
+  tokenizer_size: int | None = None
+  bos_token_id: int | None = None
+  eos_token_ids: tuple[int, ...] = ()
+
+  def __post_init__(self):
+    _check(self)
+
+  @property
+  def num_layers(self) -> int:
+    return len(self.layer_types)
+
+  @property
+  def valid_vocab(self) -> int:
+    """Ids below this exist in the tokenizer."""
+    return (
+      self.vocab_size if self.tokenizer_size is None else self.tokenizer_size
+    )
+
+  @property
+  def gdn_key_dim(self) -> int:
+    return self.gdn_num_key_heads * self.gdn_key_head_dim
+
+  @property
+  def gdn_value_dim(self) -> int:
+    return self.gdn_num_value_heads * self.gdn_value_head_dim
+
+  @property
+  def gdn_conv_dim(self) -> int:
+    """Channels of the causal convolution: q, k and v together."""
+    return 2 * self.gdn_key_dim + self.gdn_value_dim
+
+  @classmethod
+  def from_hf(cls, config: Mapping[str, Any], name: str) -> "ModelConfig":
+    """Reads a Hugging Face `config.json` (parsed).
+
+    Args:
+      config: the parsed file; the multimodal wrapper of Qwen3.5 to 3.8
+        (`text_config` inside) and text-only configs are both accepted.
+      name: what the config is called in errors and reports.
+
+    Raises:
+      SpecPilotError: unsupported family, unknown field, missing field, or a
+        field whose value this engine does not implement; the line names it.
+    """
+    return _from_hf(dict(config), name)
+
+
+def _require(condition: bool, name: str, what: str) -> None:
+  if not condition:
+    raise SpecPilotError(f"{name}: {what}")
+
+
+def _check(c: ModelConfig) -> None:
+  """Shape arithmetic that every later module relies on."""
+  _require(
+    c.family in FAMILIES,
+    c.name,
+    f"family {c.family!r} is not one of {', '.join(FAMILIES)}",
+  )
+  _require(len(c.layer_types) > 0, c.name, "layer_types is empty")
+  for layer_type in c.layer_types:
+    _require(
+      layer_type in (GDN, ATTENTION),
+      c.name,
+      f"layer type {layer_type!r} is not {GDN!r} or {ATTENTION!r}",
+    )
+  for field in (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "context_length",
+  ):
+    value = getattr(c, field)
+    _require(
+      isinstance(value, int) and value > 0,
+      c.name,
+      f"{field} must be a positive integer, got {value!r}",
+    )
+  _require(
+    c.num_heads % c.num_kv_heads == 0,
+    c.name,
+    f"num_heads {c.num_heads} is not a multiple of num_kv_heads"
+    f" {c.num_kv_heads}",
+  )
+  _require(
+    0 < c.rotary_dim <= c.head_dim and c.rotary_dim % 2 == 0,
+    c.name,
+    f"rotary_dim {c.rotary_dim} must be even and at most head_dim"
+    f" {c.head_dim}",
+  )
+  _require(
+    0 < c.valid_vocab <= c.vocab_size,
+    c.name,
+    f"tokenizer has {c.valid_vocab} ids, the embedding {c.vocab_size} rows",
+  )
+  for token in c.eos_token_ids:
+    _require(
+      0 <= token < c.vocab_size,
+      c.name,
+      f"eos token id {token} is outside the vocabulary of {c.vocab_size}",
+    )
+  if GDN in c.layer_types:
+    for field in (
+      "gdn_num_key_heads",
+      "gdn_num_value_heads",
+      "gdn_key_head_dim",
+      "gdn_value_head_dim",
+    ):
+      value = getattr(c, field)
+      _require(value > 0, c.name, f"{field} must be positive, got {value!r}")
+    _require(
+      c.gdn_conv_kernel >= 2,
+      c.name,
+      f"gdn_conv_kernel must be at least 2, got {c.gdn_conv_kernel}",
+    )
+    _require(
+      c.gdn_num_value_heads % c.gdn_num_key_heads == 0,
+      c.name,
+      f"{c.gdn_num_value_heads} GDN value heads are not a multiple of"
+      f" {c.gdn_num_key_heads} key heads",
+    )
+
+
+# Fields of config.json that say nothing about the function computed in
+# inference (initialisation, training, bookkeeping, where to find code).
+_INERT = frozenset({
+  "_name_or_path", "architectures", "attention_dropout", "auto_map",
+  "chunk_size_feed_forward", "dtype", "initializer_range", "is_decoder",
+  "is_encoder_decoder", "is_llama_config", "language_model_only",
+  "max_window_layers", "model_type", "output_attentions",
+  "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
+  "return_dict", "rope_interleaved", "torch_dtype", "transformers.js_config",
+  "transformers_version", "use_cache", "mtp_num_hidden_layers",
+  "mtp_use_dedicated_embeddings", "full_attention_interval", "id2label",
+  "label2id", "cross_attention_hidden_size", "add_cross_attention",
+  "tie_encoder_decoder", "num_return_sequences", "mamba_ssm_dtype",
+})  # fmt: skip
+
+# Fields that are accepted only with these values: anything else would change
+# the function.
+_FIXED: dict[str, tuple[Any, ...]] = {
+  "attention_bias": (False,),
+  "mlp_bias": (False,),
+  "hidden_act": ("silu",),
+  "use_sliding_window": (False, None),
+  "sliding_window": (None,),
+  "output_gate_type": ("swish", "silu", None),
+  "attn_output_gate": (True,),
+  "rope_scaling": (None,),
+}
+
+_SHARED = frozenset({
+  "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+  "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+  "rope_theta", "rope_parameters", "tie_word_embeddings",
+  "max_position_embeddings", "bos_token_id", "eos_token_id", "layer_types",
+})  # fmt: skip
+_FAMILY_FIELDS = {
+  "qwen3_5": _SHARED | {
+    "partial_rotary_factor", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+  },
+  "qwen3": _SHARED,
+  "llama": _SHARED,
+}  # fmt: skip
+_MODEL_TYPES = {
+  "qwen3_5": "qwen3_5",
+  "qwen3_5_text": "qwen3_5",
+  "qwen3": "qwen3",
+  "llama": "llama",
+}
+# Fields of the multimodal wrapper beside `text_config`.
+_WRAPPER = frozenset({
+  "vision_config", "text_config", "image_token_id", "video_token_id",
+  "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings",
+  "eos_token_id", "bos_token_id",
+})  # fmt: skip
+_LAYER_TYPES = {"linear_attention": GDN, "full_attention": ATTENTION}
+
+
+def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
+  model_type = config.get("model_type")
+  if "text_config" in config:
+    _refuse_unknown(config, _WRAPPER | _INERT, name)
+    text = dict(config["text_config"])
+    text.setdefault("model_type", f"{model_type}_text")
+    # The wrapper's end-of-turn ids are the ones that generation uses.
+    for field in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):
+      if config.get(field) is not None:
+        text[field] = config[field]
+    return _from_hf(text, name)
+  family = _MODEL_TYPES.get(str(model_type))
+  if family is None:
+    raise SpecPilotError(
+      f"{name}: model_type {model_type!r} is not supported; supported:"
+      f" {', '.join(sorted(_MODEL_TYPES))}"
+    )
+  _refuse_unknown(
+    config, _FAMILY_FIELDS[family] | _INERT | _FIXED.keys(), name
+  )
+  for field, allowed in _FIXED.items():
+    if field in config and config[field] not in allowed:
+      raise SpecPilotError(
+        f"{name}: {field}={config[field]!r} is not supported (only"
+        f" {', '.join(repr(a) for a in allowed)})"
+      )
+
+  def need(field):
+    if config.get(field) is None:
+      raise SpecPilotError(f"{name}: config field {field!r} is missing")
+    return config[field]
+
+  heads = need("num_attention_heads")
+  head_dim = config.get("head_dim") or need("hidden_size") // heads
+  num_layers = need("num_hidden_layers")
+  rope = dict(config.get("rope_parameters") or {})
+  rope_type = rope.pop("rope_type", rope.pop("type", "default"))
+  if rope_type != "default":
+    raise SpecPilotError(
+      f"{name}: rope_type {rope_type!r} is not supported (only 'default')"
+    )
+  theta = rope.pop("rope_theta", config.get("rope_theta"))
+  if theta is None:
+    raise SpecPilotError(f"{name}: config field 'rope_theta' is missing")
+  partial = rope.pop(
+    "partial_rotary_factor", config.get("partial_rotary_factor")
+  )
+  if family == "qwen3_5":
+    partial = 0.25 if partial is None else partial
+    # Multimodal RoPE sections: with text alone all three position ids are
+    # equal, so that this is plain RoPE.
+    rope.pop("mrope_interleaved", None)
+    rope.pop("mrope_section", None)
+  if rope:
+    raise SpecPilotError(
+      f"{name}: unknown config field 'rope_parameters.{sorted(rope)[0]}'"
+    )
+  layer_types = config.get("layer_types")
+  if layer_types is None:
+    interval = config.get("full_attention_interval", 4)
+    layer_types = [
+      "full_attention"
+      if family != "qwen3_5" or (i + 1) % interval == 0
+      else "linear_attention"
+      for i in range(num_layers)
+    ]
+  if len(layer_types) != num_layers:
+    raise SpecPilotError(
+      f"{name}: layer_types has {len(layer_types)} entries,"
+      f" num_hidden_layers says {num_layers}"
+    )
+  for layer_type in layer_types:
+    if layer_type not in _LAYER_TYPES:
+      raise SpecPilotError(f"{name}: layer type {layer_type!r} is not supported")
+  eos = config.get("eos_token_id")
+  eos_ids = () if eos is None else tuple(eos) if _is_list(eos) else (eos,)
+  hybrid = family == "qwen3_5"
+  gdn = {}
+  if hybrid:
+    gdn = dict(
+      gdn_num_key_heads=need("linear_num_key_heads"),
+      gdn_num_value_heads=need("linear_num_value_heads"),
+      gdn_key_head_dim=need("linear_key_head_dim"),
+      gdn_value_head_dim=need("linear_value_head_dim"),
+      gdn_conv_kernel=need("linear_conv_kernel_dim"),
+    )
+  return ModelConfig(
+    name=name,
+    family=family,
+    vocab_size=need("vocab_size"),
+    hidden_size=need("hidden_size"),
+    intermediate_size=need("intermediate_size"),
+    layer_types=tuple(_LAYER_TYPES[t] for t in layer_types),
+    num_heads=heads,
+    num_kv_heads=config.get("num_key_value_heads") or heads,
+    head_dim=head_dim,
+    rotary_dim=int(head_dim * (1.0 if partial is None else partial)),
+    rope_theta=float(theta),
+    norm_eps=float(need("rms_norm_eps")),
+    tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+    context_length=need("max_position_embeddings"),
+    qk_norm=family != "llama",
+    attention_gate=hybrid,
+    zero_centered_norm=hybrid,
+    bos_token_id=config.get("bos_token_id"),
+    eos_token_ids=eos_ids,
+    **gdn,
+  )
+
+
+def _is_list(value) -> bool:
+  return isinstance(value, (list, tuple))
+
+
+def _refuse_unknown(config, known, name) -> None:
+  unknown = sorted(set(config) - set(known))
+  if unknown:
+    raise SpecPilotError(f"{name}: unknown config field {unknown[0]!r}")
+
+
+def _hybrid(name, *, layers, gdn_heads, **kwargs) -> ModelConfig:
+  """A preset of the Qwen3.5 family: three GDN layers, then one attention."""
+  return ModelConfig(
+    name=name,
+    family="qwen3_5",
+    vocab_size=248320,
+    tokenizer_size=248077,
+    layer_types=tuple(
+      ATTENTION if (i + 1) % 4 == 0 else GDN for i in range(layers)
+    ),
+    head_dim=256,
+    rotary_dim=64,
+    rope_theta=1e7,
+    norm_eps=1e-6,
+    context_length=262144,
+    qk_norm=True,
+    attention_gate=True,
+    zero_centered_norm=True,
+    gdn_num_key_heads=gdn_heads[0],
+    gdn_num_value_heads=gdn_heads[1],
+    gdn_key_head_dim=128,
+    gdn_value_head_dim=128,
+    gdn_conv_kernel=4,
+    eos_token_ids=(248046, 248044),
+    **kwargs,
+  )
+
+
+def _presets() -> dict[str, ModelConfig]:
+  presets = (
+    _hybrid(
+      "Qwen3.8-27B",
+      layers=64,
+      gdn_heads=(16, 48),
+      hidden_size=5120,
+      intermediate_size=17408,
+      num_heads=24,
+      num_kv_heads=4,
+      tie_embeddings=False,
+    ),
+    _hybrid(
+      "Qwen3.5-4B",
+      layers=32,
+      gdn_heads=(16, 32),
+      hidden_size=2560,
+      intermediate_size=9216,
+      num_heads=16,
+      num_kv_heads=4,
+      tie_embeddings=True,
+    ),
+    _hybrid(
+      "Qwen3.5-0.8B",
+      layers=24,
+      gdn_heads=(16, 16),
+      hidden_size=1024,
+      intermediate_size=3584,
+      num_heads=8,
+      num_kv_heads=2,
+      tie_embeddings=True,
+    ),
+    ModelConfig(
+      name="Qwen3-8B",
+      family="qwen3",
+      vocab_size=151936,
+      tokenizer_size=151669,
+      hidden_size=4096,
+      intermediate_size=12288,
+      layer_types=(ATTENTION,) * 36,
+      num_heads=32,
+      num_kv_heads=8,
+      head_dim=128,
+      rotary_dim=128,
+      rope_theta=1e6,
+      norm_eps=1e-6,
+      tie_embeddings=False,
+      context_length=40960,
+      qk_norm=True,
+      attention_gate=False,
+      zero_centered_norm=False,
+      bos_token_id=151643,
+      eos_token_ids=(151645,),
+    ),
+    ModelConfig(
+      name="SmolLM2-135M",
+      family="llama",
+      vocab_size=49152,
+      hidden_size=576,
+      intermediate_size=1536,
+      layer_types=(ATTENTION,) * 30,
+      num_heads=9,
+      num_kv_heads=3,
+      head_dim=64,
+      rotary_dim=64,
+      rope_theta=1e5,
+      norm_eps=1e-5,
+      tie_embeddings=True,
+      context_length=8192,
+      qk_norm=False,
+      attention_gate=False,
+      zero_centered_norm=False,
+      bos_token_id=1,
+      eos_token_ids=(2,),
+    ),
+  )
+  return {preset.name: preset for preset in presets}
+
+
+PRESETS: dict[str, ModelConfig] = _presets()
+"""Published shapes by name; sources in each model's own `config.json`."""
+
+
+def preset(name: str) -> ModelConfig:
+  """Returns a preset, or raises `SpecPilotError` that lists them."""
+  try:
+    return PRESETS[name]
+  except KeyError:
+    raise SpecPilotError(
+      f"unknown preset {name!r}; presets: {', '.join(PRESETS)}"
+    ) from None

@@ -1,0 +1,1 @@
+"""One decoding step: draft, tree, verify, accept, commit; and the engine."""

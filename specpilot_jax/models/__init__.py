@@ -1,0 +1,1 @@
+"""Flax (NNX) target models: one definition for prefill, decode and verify."""

@@ -1,0 +1,65 @@
+"""Full attention: grouped queries, optional q/k norm and output gate."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import tree_attention
+from specpilot_jax.configs import ModelConfig
+from specpilot_jax.models import layers
+from specpilot_jax.models.state import AttentionStash, AttentionState, Nodes
+
+
+class Attention(nnx.Module):
+  """Attention layer of all three families (q, k and v fused as rows)."""
+
+  def __init__(self, config: ModelConfig, dtype, rngs):
+    self.config = config
+    q_rows = config.num_heads * config.head_dim
+    # Qwen3.5's q_proj packs [q | gate] for each head.
+    self.q_rows = q_rows * (2 if config.attention_gate else 1)
+    kv_rows = config.num_kv_heads * config.head_dim
+    self.qkv = layers.Linear(
+      config.hidden_size, self.q_rows + 2 * kv_rows, dtype, rngs
+    )
+    self.o_proj = layers.Linear(q_rows, config.hidden_size, dtype, rngs)
+    if config.qk_norm:
+      for name in ("q_norm", "k_norm"):
+        norm = layers.RMSNorm(
+          config.head_dim, config.norm_eps, config.zero_centered_norm, dtype
+        )
+        setattr(self, name, norm)
+
+  def __call__(
+    self,
+    x: Float[Array, "N D"],
+    nodes: Nodes,
+    positions: Int[Array, " N"],
+    state: AttentionState,
+    length: Int[Array, ""],
+  ) -> tuple[Float[Array, "N D"], AttentionStash]:
+    """Attends to the committed prefix and to each node's ancestors."""
+    c = self.config
+    n = x.shape[0]
+    kv_rows = c.num_kv_heads * c.head_dim
+    q, k, v = jnp.split(
+      self.qkv(x), (self.q_rows, self.q_rows + kv_rows), axis=-1
+    )
+    k = k.reshape(n, c.num_kv_heads, c.head_dim)
+    v = v.reshape(n, c.num_kv_heads, c.head_dim)
+    gate = None
+    if c.attention_gate:
+      q, gate = jnp.split(q.reshape(n, c.num_heads, 2 * c.head_dim), 2, axis=-1)
+    else:
+      q = q.reshape(n, c.num_heads, c.head_dim)
+    if c.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    q = layers.rope(q, positions, c.rotary_dim, c.rope_theta)
+    k = layers.rope(k, positions, c.rotary_dim, c.rope_theta)
+    out = tree_attention.tree_attention(
+      q, k, v, state.k, state.v, length, nodes.mask, c.head_dim**-0.5
+    )
+    if gate is not None:
+      out = out * jax.nn.sigmoid(gate)
+    return self.o_proj(out.reshape(n, -1)), AttentionStash(k=k, v=v)

@@ -1,0 +1,122 @@
+"""Building blocks shared by targets and drafters."""
+
+from flax import nnx
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+import numpy as np
+
+_INIT = nnx.initializers.normal(0.02)
+
+
+def accumulation_dtype(dtype) -> jnp.dtype:
+  """float32 for bfloat16 and float32 activations, float64 for float64."""
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+def matmul(
+  x: Float[Array, "N I"], weight: Float[Array, "O I"], out_dtype=None
+) -> Float[Array, "N O"]:
+  """x W^T with accumulation in at least float32: every weight is read here.
+
+  Args:
+    x: activations; their dtype is the dtype of the result unless `out_dtype`.
+    weight: [out, in], as checkpoints store it.
+  """
+  acc = accumulation_dtype(x.dtype)
+  y = jnp.einsum(
+    "ni,oi->no",
+    x,
+    weight,
+    # float32 means float32 on a GPU too; bfloat16 products are exact anyway.
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=acc,
+  )
+  return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+class Linear(nnx.Module):
+  """y = x W^T without bias; W [out_features, in_features]."""
+
+  def __init__(self, in_features: int, out_features: int, dtype, rngs):
+    self.weight = nnx.Param(
+      _INIT(rngs.params(), (out_features, in_features), dtype)
+    )
+
+  def __call__(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
+    return matmul(x, self.weight[...])
+
+
+class Embedding(nnx.Module):
+  """Token table W [vocab, features]."""
+
+  def __init__(self, vocab_size: int, features: int, dtype, rngs):
+    self.weight = nnx.Param(_INIT(rngs.params(), (vocab_size, features), dtype))
+
+  def __call__(self, tokens: Int[Array, " N"]) -> Float[Array, "N D"]:
+    """Rows of the given ids, all of which must be in range."""
+    return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+  def attend(self, x: Float[Array, "N D"], out_dtype) -> Float[Array, "N V"]:
+    """Logits of a tied head."""
+    return matmul(x, self.weight[...], out_dtype)
+
+
+def rms_normalize(x: Array, eps: float) -> Array:
+  """x / rms(x) over the last axis, in the accumulation dtype."""
+  x = x.astype(accumulation_dtype(x.dtype))
+  return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+  """y = x / rms(x) * weight, or * (1 + weight) where the family centres it.
+
+  Computed in the accumulation dtype and rounded once.
+  """
+
+  def __init__(self, features: int, eps: float, zero_centered: bool, dtype):
+    self.eps = eps
+    self.zero_centered = zero_centered
+    init = jnp.zeros if zero_centered else jnp.ones
+    self.weight = nnx.Param(init((features,), dtype))
+
+  def __call__(self, x: Array) -> Array:
+    y = rms_normalize(x, self.eps)
+    scale = self.weight[...].astype(y.dtype)
+    return (y * (1 + scale if self.zero_centered else scale)).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+  """SwiGLU: down(silu(gate) * up), gate and up fused as rows of one matrix."""
+
+  def __init__(self, features: int, hidden: int, dtype, rngs):
+    self.gate_up = Linear(features, 2 * hidden, dtype, rngs)
+    self.down = Linear(hidden, features, dtype, rngs)
+
+  def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+    return self.down(jax.nn.silu(gate) * up)
+
+
+def rope(
+  x: Float[Array, "N H D"],
+  positions: Int[Array, " N"],
+  rotary_dim: int,
+  theta: float,
+) -> Float[Array, "N H D"]:
+  """Rotary embedding of the first `rotary_dim` dimensions of each head.
+
+  Half-split layout: dimension i pairs with i + rotary_dim / 2 (RoFormer, arXiv
+  2104.09864, in the layout of Hugging Face checkpoints). Angles are computed
+  in the accumulation dtype of x.
+  """
+  acc = accumulation_dtype(x.dtype)
+  half = rotary_dim // 2
+  frequency = 1.0 / theta ** (np.arange(half, dtype=np.float64) / half)
+  angle = positions[:, None].astype(acc) * jnp.asarray(frequency, acc)
+  cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]  # [N, 1, half]
+  first, second, rest = jnp.split(x, (half, rotary_dim), axis=-1)
+  first, second = first.astype(acc), second.astype(acc)
+  rotated = (first * cos - second * sin, second * cos + first * sin)
+  return jnp.concatenate([r.astype(x.dtype) for r in rotated] + [rest], axis=-1)

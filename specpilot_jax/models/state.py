@@ -1,0 +1,168 @@
+"""What changes while decoding, as explicit pytrees.
+
+`TargetState` is what a target has committed: a forward pass reads it and never
+writes it. A pass returns a *stash* per layer, enough to rebuild the state
+after any accepted path; `decoding.commit` does that.
+"""
+
+import dataclasses
+from typing import Union
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specpilot_jax import configs
+from specpilot_jax.models import layers
+
+
+def _pytree(cls):
+  return jax.tree_util.register_dataclass(
+    dataclasses.dataclass(frozen=True)(cls)
+  )
+
+
+@_pytree
+class AttentionState:
+  """Keys (after RoPE) and values of committed tokens, [kv heads, rows, dim].
+
+  Rows from `TargetState.length` on are never read.
+  """
+
+  k: Float[Array, "Hkv T D"]
+  v: Float[Array, "Hkv T D"]
+
+
+@_pytree
+class GDNState:
+  """Recurrent state (at least float32) and the last pre-convolution rows."""
+
+  recurrent: Float[Array, "Hv K V"]
+  conv: Float[Array, "W C"]  # W = kernel - 1 rows, oldest first
+
+
+LayerState = Union[AttentionState, GDNState]
+
+
+@_pytree
+class TargetState:
+  """State of one request: `length` tokens are committed.
+
+  Attributes:
+    layers: one `AttentionState` or `GDNState` per layer.
+    length: committed tokens; also the position of the next one.
+  """
+
+  layers: tuple[LayerState, ...]
+  length: Int[Array, ""]
+
+
+@_pytree
+class AttentionStash:
+  """Keys and values of the pass's nodes."""
+
+  k: Float[Array, "N Hkv D"]
+  v: Float[Array, "N Hkv D"]
+
+
+@_pytree
+class GDNStash:
+  """Per node: normalised key, update u, path log-decay, pre-conv row."""
+
+  k: Float[Array, "N Hk K"]
+  u: Float[Array, "N Hv V"]
+  decay: Float[Array, "N Hv"]
+  rows: Float[Array, "N C"]
+
+
+@_pytree
+class GDNPrefillStash:
+  """Prefill knows its path beforehand: the state after it, and the rows."""
+
+  recurrent: Float[Array, "Hv K V"]
+  rows: Float[Array, "N C"]
+
+
+LayerStash = Union[AttentionStash, GDNStash, GDNPrefillStash]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+  """The tokens of one target pass: a tree, a chain, or a run of prompt.
+
+  Attributes:
+    tokens: ids in range; node 0 is the root (the anchor).
+    parents: index of each node's parent, -1 for the root; parents first.
+    depth: 0 for the root; position = committed length + depth.
+    mask: mask[i, j] is True where j is i or an ancestor of i.
+    count: nodes that exist, the first of the arrays.
+    prefill: all `count` nodes will be committed and form one path.
+  """
+
+  tokens: Int[Array, " N"]
+  parents: Int[Array, " N"]
+  depth: Int[Array, " N"]
+  mask: Bool[Array, "N N"]
+  count: Int[Array, ""]
+  prefill: bool = dataclasses.field(metadata={"static": True}, default=False)
+
+  @property
+  def size(self) -> int:
+    return self.tokens.shape[0]
+
+
+def run_of(tokens: Int[Array, " N"], count, *, prefill: bool) -> Nodes:
+  """One path: each token is the child of the one before it."""
+  n = tokens.shape[0]
+  index = jnp.arange(n, dtype=jnp.int32)
+  return Nodes(
+    tokens=tokens.astype(jnp.int32),
+    parents=index - 1,
+    depth=index,
+    mask=jnp.tril(jnp.ones((n, n), dtype=bool)),
+    count=jnp.asarray(count, jnp.int32),
+    prefill=prefill,
+  )
+
+
+def init_state(
+  config: configs.ModelConfig, capacity: int, dtype
+) -> TargetState:
+  """An empty state with room for `capacity` key and value rows."""
+  acc = layers.accumulation_dtype(dtype)
+
+  def layer(kind):
+    if kind == configs.ATTENTION:
+      shape = (config.num_kv_heads, capacity, config.head_dim)
+      return AttentionState(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    return GDNState(
+      recurrent=jnp.zeros(
+        (
+          config.gdn_num_value_heads,
+          config.gdn_key_head_dim,
+          config.gdn_value_head_dim,
+        ),
+        acc,
+      ),
+      conv=jnp.zeros((config.gdn_conv_kernel - 1, config.gdn_conv_dim), dtype),
+    )
+
+  return TargetState(
+    layers=tuple(layer(kind) for kind in config.layer_types),
+    length=jnp.zeros((), jnp.int32),
+  )
+
+
+def reset_state(state: TargetState) -> TargetState:
+  """Empties a used state: key and value rows stay but are never read."""
+
+  def layer(s):
+    if isinstance(s, AttentionState):
+      return s
+    return jax.tree.map(jnp.zeros_like, s)
+
+  return TargetState(
+    layers=tuple(layer(s) for s in state.layers),
+    length=jnp.zeros_like(state.length),
+  )

@@ -1,0 +1,232 @@
+"""The target model: hybrid Qwen3.5 family, dense Qwen3, Llama-style.
+
+One forward pass serves prefill, one-token decode, chain and tree verification:
+it reads a committed state, runs `Nodes` on top of it and returns, beside the
+hidden states, a stash from which any accepted path can be committed.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+import numpy as np
+
+from specpilot_jax import configs
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import attention
+from specpilot_jax.models import gated_delta
+from specpilot_jax.models import layers
+from specpilot_jax.models.state import LayerStash, Nodes, TargetState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TargetOutput:
+  """What a pass returns.
+
+  Attributes:
+    hidden: final-normed hidden states [N, D]; `Target.logits` takes any rows.
+    taps: residual stream after the tapped layers [N, taps, D].
+    stash: one entry per layer, for `decoding.commit`.
+  """
+
+  hidden: Float[Array, "N D"]
+  taps: Float[Array, "N L D"]
+  stash: tuple[LayerStash, ...]
+
+
+class DecoderLayer(nnx.Module):
+  """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+  def __init__(self, config: configs.ModelConfig, kind: str, dtype, rngs):
+    def norm():
+      return layers.RMSNorm(
+        config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
+      )
+
+    self.input_norm = norm()
+    if kind == configs.GDN:
+      self.mixer = gated_delta.GatedDeltaNet(config, dtype, rngs)
+    else:
+      self.mixer = attention.Attention(config, dtype, rngs)
+    self.post_norm = norm()
+    self.mlp = layers.MLP(
+      config.hidden_size, config.intermediate_size, dtype, rngs
+    )
+
+  def __call__(self, x, nodes, positions, state, length):
+    h = self.input_norm(x)
+    if isinstance(self.mixer, gated_delta.GatedDeltaNet):
+      h, stash = self.mixer(h, nodes, state)
+    else:
+      h, stash = self.mixer(h, nodes, positions, state, length)
+    x = x + h
+    return x + self.mlp(self.post_norm(x)), stash
+
+
+class Target(nnx.Module):
+  """A target model; parameters as in `parameter_shapes`."""
+
+  def __init__(self, config: configs.ModelConfig, dtype, rngs: nnx.Rngs):
+    self.config = config
+    self.dtype = jnp.dtype(dtype)
+    self.embed = layers.Embedding(
+      config.vocab_size, config.hidden_size, dtype, rngs
+    )
+    self.layers = nnx.List([
+      DecoderLayer(config, kind, dtype, rngs) for kind in config.layer_types
+    ])
+    self.norm = layers.RMSNorm(
+      config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
+    )
+    if not config.tie_embeddings:
+      self.lm_head = layers.Embedding(
+        config.vocab_size, config.hidden_size, dtype, rngs
+      )
+
+  def __call__(
+    self, nodes: Nodes, state: TargetState, taps: tuple[int, ...] = ()
+  ) -> TargetOutput:
+    """Runs the nodes on top of `state`, which is read and never written.
+
+    Args:
+      nodes: N nodes with ids in range.
+      state: the committed state.
+      taps: layer indices whose residual stream (after the layer) is returned.
+    """
+    x = self.embed(nodes.tokens)
+    positions = state.length + nodes.depth
+    stash, tapped = [], {}
+    for i, layer in enumerate(self.layers):
+      x, s = layer(x, nodes, positions, state.layers[i], state.length)
+      stash.append(s)
+      if i in taps:
+        tapped[i] = x
+    n = nodes.size
+    features = (
+      jnp.stack([tapped[i] for i in taps], axis=1)
+      if taps
+      else jnp.zeros((n, 0, self.config.hidden_size), x.dtype)
+    )
+    return TargetOutput(
+      hidden=self.norm(x), taps=features, stash=tuple(stash)
+    )
+
+  def logits(self, hidden: Float[Array, "N D"]) -> Float[Array, "N V"]:
+    """Logits in the accumulation dtype; ids beyond the tokenizer are -inf."""
+    head = self.embed if self.config.tie_embeddings else self.lm_head
+    out = head.attend(hidden, layers.accumulation_dtype(self.dtype))
+    if self.config.valid_vocab < self.config.vocab_size:
+      real = jnp.arange(self.config.vocab_size) < self.config.valid_vocab
+      out = jnp.where(real, out, -jnp.inf)
+    return out
+
+
+def _name(path) -> str:
+  return ".".join(str(part) for part in path)
+
+
+def _abstract(config: configs.ModelConfig, dtype):
+  return nnx.eval_shape(lambda: Target(config, dtype, nnx.Rngs(0)))
+
+
+def _flat_state(target) -> dict[str, nnx.Variable]:
+  _, state = nnx.split(target)
+  return {_name(path): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def parameter_shapes(config: configs.ModelConfig) -> dict[str, tuple[int, ...]]:
+  """Names and shapes of all parameters, in a fixed order."""
+  flat = _flat_state(_abstract(config, jnp.float32))
+  return {name: tuple(leaf.shape) for name, leaf in sorted(flat.items())}
+
+
+def parameters(target: Target) -> dict[str, Array]:
+  """The parameters of a built target, by the names of `parameter_shapes`."""
+  flat = _flat_state(target)
+  return {name: leaf[...] for name, leaf in sorted(flat.items())}
+
+
+def build(
+  config: configs.ModelConfig, params: Mapping[str, np.ndarray], dtype: str
+) -> Target:
+  """Builds a target from named arrays.
+
+  Args:
+    config: the model.
+    params: arrays of any float dtype by the names of `parameter_shapes`; they
+      are cast to `dtype`, a_log and dt_bias to at least float32.
+    dtype: `bfloat16`, `float32` or `float64` (needs `jax_enable_x64`).
+
+  Raises:
+    SpecPilotError: a missing or extra name, a wrong shape, a value that is not
+      finite, an unknown dtype.
+  """
+  if dtype not in configs.DTYPES:
+    raise SpecPilotError(
+      f"dtype {dtype!r} is not one of {', '.join(configs.DTYPES)}"
+    )
+  if dtype == "float64" and not jax.config.read("jax_enable_x64"):
+    raise SpecPilotError("dtype float64 needs jax_enable_x64=True")
+  abstract = _abstract(config, jnp.dtype(dtype))
+  graphdef, state = nnx.split(abstract)
+  flat = nnx.to_flat_state(state)
+  wanted = {_name(path): leaf for path, leaf in flat}
+  for name in wanted:
+    if name not in params:
+      raise SpecPilotError(f"{config.name}: parameter {name!r} is missing")
+  for name in params:
+    if name not in wanted:
+      raise SpecPilotError(f"{config.name}: unknown parameter {name!r}")
+  leaves = []
+  for path, leaf in flat:
+    name = _name(path)
+    value = np.asarray(params[name])
+    if value.shape != tuple(leaf.shape):
+      raise SpecPilotError(
+        f"{config.name}: parameter {name!r} has shape {value.shape}, expected"
+        f" {tuple(leaf.shape)}"
+      )
+    array = jnp.asarray(value).astype(leaf.dtype)
+    if not bool(jnp.isfinite(array).all()):
+      raise SpecPilotError(
+        f"{config.name}: parameter {name!r} holds NaN or infinity"
+      )
+    leaves.append((path, leaf.replace(array)))
+  return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+
+
+def random_params(
+  config: configs.ModelConfig, seed: int, scale: float = 1.0
+) -> dict[str, np.ndarray]:
+  """Random float32 parameters whose outputs vary with the input.
+
+  Matrices are normal with standard deviation `scale` / sqrt(fan in), the
+  embedding with `scale`; norms, decays and biases are spread around the values
+  that trained models have.
+  """
+  rng = np.random.default_rng(seed)
+
+  def draw(name, shape):
+    kind = name.rsplit(".", 1)[-1]
+    if kind == "a_log":
+      return np.log(rng.uniform(0.5, 8.0, shape))
+    if kind == "dt_bias":
+      return rng.normal(-2.0, 1.0, shape)
+    if len(shape) == 1:
+      centre = (
+        0.0 if config.zero_centered_norm and "mixer.norm" not in name else 1.0
+      )
+      return centre + rng.normal(0.0, 0.2, shape)
+    if name == "embed.weight":
+      return rng.normal(0.0, scale, shape)
+    return rng.normal(0.0, scale / math.sqrt(shape[-1]), shape)
+
+  return {
+    name: draw(name, shape).astype(np.float32)
+    for name, shape in parameter_shapes(config).items()
+  }
