@@ -117,7 +117,11 @@ class ModelConfig:
       SpecPilotError: unsupported family, unknown field, missing field, or a
         field whose value this engine does not implement; the line names it.
     """
-    return _from_hf(dict(config), name)
+    try:
+      return _from_hf(dict(config), name)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+      # A field of the wrong type, say a string where a list belongs.
+      raise SpecPilotError(f"{name}: malformed config ({error})") from None
 
 
 def _require(condition: bool, name: str, what: str) -> None:
@@ -171,12 +175,15 @@ def _check(c: ModelConfig) -> None:
     c.name,
     f"tokenizer has {c.valid_vocab} ids, the embedding {c.vocab_size} rows",
   )
-  for token in c.eos_token_ids:
-    _require(
-      0 <= token < c.vocab_size,
-      c.name,
-      f"eos token id {token} is outside the vocabulary of {c.vocab_size}",
-    )
+  bos = () if c.bos_token_id is None else (c.bos_token_id,)
+  for kind, tokens in (("eos", c.eos_token_ids), ("bos", bos)):
+    for token in tokens:
+      _require(
+        isinstance(token, int) and 0 <= token < c.vocab_size,
+        c.name,
+        f"{kind} token id {token!r} is outside the vocabulary of"
+        f" {c.vocab_size}",
+      )
   if GDN in c.layer_types:
     for field in (
       "gdn_num_key_heads",
@@ -207,7 +214,7 @@ _INERT = frozenset({
   "is_encoder_decoder", "is_llama_config", "language_model_only",
   "max_window_layers", "model_type", "output_attentions",
   "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
-  "return_dict", "rope_interleaved", "torch_dtype", "transformers.js_config",
+  "return_dict", "torch_dtype", "transformers.js_config",
   "transformers_version", "use_cache", "mtp_num_hidden_layers",
   "mtp_use_dedicated_embeddings", "full_attention_interval", "id2label",
   "label2id", "cross_attention_hidden_size", "add_cross_attention",
@@ -225,6 +232,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
   "output_gate_type": ("swish", "silu", None),
   "attn_output_gate": (True,),
   "rope_scaling": (None,),
+  "rope_interleaved": (False,),
+  "mlp_only_layers": ([], None),
 }
 
 _SHARED = frozenset({
@@ -283,15 +292,30 @@ def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
         f" {', '.join(repr(a) for a in allowed)})"
       )
 
-  def need(field):
-    if config.get(field) is None:
+  def need(field, kind=int):
+    value = config.get(field)
+    if value is None:
       raise SpecPilotError(f"{name}: config field {field!r} is missing")
-    return config[field]
+    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+      raise SpecPilotError(
+        f"{name}: config field {field!r} must be a positive number,"
+        f" got {value!r}"
+      )
+    return value
 
   heads = need("num_attention_heads")
-  head_dim = config.get("head_dim") or need("hidden_size") // heads
+  # Where `head_dim` is absent, the families differ in their defaults.
+  default_dim = {"qwen3_5": 256, "qwen3": 128, "llama": None}[family]
+  head_dim = (
+    need("head_dim")
+    if config.get("head_dim") is not None
+    else default_dim or need("hidden_size") // heads
+  )
   num_layers = need("num_hidden_layers")
-  rope = dict(config.get("rope_parameters") or {})
+  rope = config.get("rope_parameters") or {}
+  if not isinstance(rope, Mapping):
+    raise SpecPilotError(f"{name}: rope_parameters is not a mapping")
+  rope = dict(rope)
   rope_type = rope.pop("rope_type", rope.pop("type", "default"))
   if rope_type != "default":
     raise SpecPilotError(
@@ -309,6 +333,11 @@ def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     # equal, so that this is plain RoPE.
     rope.pop("mrope_interleaved", None)
     rope.pop("mrope_section", None)
+  elif partial not in (None, 1, 1.0):
+    raise SpecPilotError(
+      f"{name}: partial_rotary_factor {partial!r} is not supported for"
+      f" {family}"
+    )
   if rope:
     raise SpecPilotError(
       f"{name}: unknown config field 'rope_parameters.{sorted(rope)[0]}'"
@@ -329,7 +358,9 @@ def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     )
   for layer_type in layer_types:
     if layer_type not in _LAYER_TYPES:
-      raise SpecPilotError(f"{name}: layer type {layer_type!r} is not supported")
+      raise SpecPilotError(
+        f"{name}: layer type {layer_type!r} is not supported"
+      )
   eos = config.get("eos_token_id")
   eos_ids = () if eos is None else tuple(eos) if _is_list(eos) else (eos,)
   hybrid = family == "qwen3_5"
@@ -350,11 +381,13 @@ def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     intermediate_size=need("intermediate_size"),
     layer_types=tuple(_LAYER_TYPES[t] for t in layer_types),
     num_heads=heads,
-    num_kv_heads=config.get("num_key_value_heads") or heads,
+    num_kv_heads=heads
+    if config.get("num_key_value_heads") is None
+    else need("num_key_value_heads"),
     head_dim=head_dim,
     rotary_dim=int(head_dim * (1.0 if partial is None else partial)),
     rope_theta=float(theta),
-    norm_eps=float(need("rms_norm_eps")),
+    norm_eps=float(need("rms_norm_eps", (int, float))),
     tie_embeddings=bool(config.get("tie_word_embeddings", False)),
     context_length=need("max_position_embeddings"),
     qk_norm=family != "llama",

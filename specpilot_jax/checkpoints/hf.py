@@ -1,0 +1,397 @@
+"""Hugging Face folders: `config.json`, safetensors, tokenizer.
+
+Weights are read tensor by tensor, in their stored dtype, and joined into the
+fused parameters of `layout`. Every tensor of the file is accounted for: used,
+or skipped because its name says that it belongs to the vision tower or to the
+multi-token-prediction head, or refused.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.checkpoints.layout import (
+  EMBEDDING,
+  LM_HEAD,
+  Part,
+  fuse,
+  layout,
+  split,
+)
+from specpilot_jax.configs import GDN, ModelConfig
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.tokenizer import TOKENIZER_FILE, Tokenizer
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# Longest first: the text model sits under these in multimodal checkpoints.
+_TEXT_PREFIXES = (
+  ("model.language_model.lm_head.", "lm_head."),
+  ("language_model.lm_head.", "lm_head."),
+  ("model.language_model.", "model."),
+  ("language_model.model.", "model."),
+)
+# Parts of the Qwen3.5 family's checkpoints that decoding text does not use.
+_SKIPPED = {
+  "vision": ("model.visual.", "visual."),
+  "multi-token-prediction": ("mtp.", "model.mtp."),
+}
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
+  """Loads a folder as `transformers` writes it, single file or sharded.
+
+  Raises:
+    SpecPilotError: anything missing, unknown, damaged, of the wrong shape or
+      dtype, or not finite; the line names the file and the tensor.
+  """
+  folder = pathlib.Path(folder)
+  name = folder.resolve().name
+  config = ModelConfig.from_hf(common.read_json(folder / CONFIG), name)
+  tokenizer = None
+  if (folder / TOKENIZER_FILE).is_file():
+    tokenizer = Tokenizer.from_hf_folder(folder)
+  config = common.with_tokenizer(
+    _merge_generation_config(config, folder), tokenizer, str(folder)
+  )
+  with contextlib.ExitStack() as stack:
+    weights = _Weights(folder, config, stack)
+    params = weights.read()
+  sources = [CONFIG, *weights.files]
+  sources += [GENERATION_CONFIG] * (folder / GENERATION_CONFIG).is_file()
+  digests = {f: common.sha256_of(folder / f) for f in sources}
+  if tokenizer is not None:
+    digests |= {
+      f: common.sha256_of(folder / f) for f in sorted(tokenizer.files)
+    }
+  return common.Checkpoint(
+    config=config,
+    params=params,
+    tokenizer=tokenizer,
+    source=str(folder),
+    notes=weights.notes,
+    sha256=digests,
+  )
+
+
+def _merge_generation_config(config: ModelConfig, folder: pathlib.Path):
+  """Adds the end-of-text ids that only `generation_config.json` names."""
+  path = folder / GENERATION_CONFIG
+  if not path.is_file():
+    return config
+  eos = common.read_json(path).get("eos_token_id")
+  ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+  for token in ids:
+    if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+      raise SpecPilotError(
+        f"{path}: eos_token_id {token!r} is outside the vocabulary of"
+        f" {config.vocab_size}"
+      )
+  merged = tuple(dict.fromkeys((*config.eos_token_ids, *ids)))
+  return dataclasses.replace(config, eos_token_ids=merged)
+
+
+class _Weights:
+  """The safetensors files of a folder, indexed by text-only tensor name."""
+
+  def __init__(self, folder, config, stack):
+    self._folder = folder
+    self._config = config
+    self.files, index = self._list_files()
+    self._where: dict[str, tuple[Any, str, str]] = {}
+    skipped = dict.fromkeys(_SKIPPED, 0)
+    seen: dict[str, str] = {}
+    for file in self.files:
+      shard = self._open(file, stack)
+      for stored in shard.keys():
+        if stored in seen:
+          raise SpecPilotError(
+            f"{folder}: tensor {stored!r} is in both {seen[stored]} and {file}"
+          )
+        seen[stored] = file
+        if index is not None and index.get(stored) != file:
+          raise SpecPilotError(
+            f"{folder}/{file}: tensor {stored!r} is not listed there by {INDEX}"
+          )
+        kind = self._skipped_kind(stored)
+        if kind is not None:
+          skipped[kind] += 1
+          continue
+        name = _text_name(stored)
+        if name in self._where:
+          other = self._where[name][2]
+          raise SpecPilotError(
+            f"{folder}: tensors {other!r} and {stored!r} are the same"
+          )
+        self._where[name] = (shard, file, stored)
+    for stored in index or ():
+      if stored not in seen:
+        raise SpecPilotError(
+          f"{folder}/{index[stored]}: tensor {stored!r}, listed by {INDEX},"
+          " is missing"
+        )
+    self.notes = tuple(
+      f"{count} {kind} tensors are not used"
+      for kind, count in skipped.items()
+      if count
+    )
+
+  def _list_files(self):
+    """(files to read, the index's tensor -> file map or None)."""
+    if (self._folder / WEIGHTS).is_file():
+      return [WEIGHTS], None
+    if not (self._folder / INDEX).is_file():
+      raise SpecPilotError(f"{self._folder}: no {WEIGHTS} and no {INDEX}")
+    index = common.read_json(self._folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index:
+      raise SpecPilotError(f"{self._folder / INDEX}: weight_map is missing")
+    for file in index.values():
+      if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+        raise SpecPilotError(
+          f"{self._folder / INDEX}: {file!r} is not a file name"
+        )
+      if not (self._folder / file).is_file():
+        raise SpecPilotError(
+          f"{self._folder}: shard {file}, named by {INDEX}, is missing"
+        )
+    return sorted(set(index.values())), index
+
+  def _open(self, file, stack):
+    path = self._folder / file
+    try:
+      return stack.enter_context(safetensors.safe_open(path, framework="numpy"))
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+      raise SpecPilotError(
+        f"{path}: truncated or not safetensors ({common.first_line(error)})"
+      ) from None
+
+  def _skipped_kind(self, stored: str) -> str | None:
+    if self._config.family == "qwen3_5":
+      for kind, prefixes in _SKIPPED.items():
+        if stored.startswith(prefixes):
+          return kind
+    return None
+
+  def read(self) -> dict[str, np.ndarray]:
+    """All parameters; shapes and dtypes are checked before any data."""
+    table = layout(self._config)
+    parts = {part.name: part for f in table.values() for part in f.parts}
+    known = set(parts)
+    if self._config.tie_embeddings:
+      known.add(LM_HEAD)
+    for name, (_, file, stored) in self._where.items():
+      if name not in known:
+        raise SpecPilotError(
+          f"{self._folder}/{file}: unknown tensor {stored!r} for"
+          f" {self._config.family}"
+        )
+    missing = [name for name in parts if name not in self._where]
+    if missing:
+      more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+      raise SpecPilotError(
+        f"{self._folder}: tensor {missing[0]!r} is missing{more}"
+      )
+    for part in parts.values():
+      self._check_header(part)
+    params = {
+      name: fuse(fused, [self._read(part) for part in fused.parts])
+      for name, fused in table.items()
+    }
+    if self._config.tie_embeddings and LM_HEAD in self._where:
+      self._check_tied(parts[EMBEDDING], params["embed.weight"])
+    return params
+
+  def _check_header(self, part: Part) -> None:
+    shard, file, stored = self._where[part.name]
+    header = shard.get_slice(stored)
+    shape, dtype = tuple(header.get_shape()), header.get_dtype()
+    if dtype not in _DTYPES:
+      raise SpecPilotError(
+        f"{self._folder}/{file}: tensor {stored!r} has dtype {dtype},"
+        f" supported are {', '.join(_DTYPES)}"
+      )
+    if shape != part.shape:
+      raise SpecPilotError(
+        f"{self._folder}/{file}: tensor {stored!r} has shape {list(shape)},"
+        f" expected {list(part.shape)}"
+      )
+
+  def _read(self, part: Part) -> np.ndarray:
+    shard, file, stored = self._where[part.name]
+    try:
+      array = shard.get_tensor(stored)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+      raise SpecPilotError(
+        f"{self._folder}/{file}: tensor {stored!r} cannot be read"
+        f" ({common.first_line(error)})"
+      ) from None
+    common.check_weight(array, f"{self._folder}/{file}", stored, part.shape)
+    return array
+
+  def _check_tied(self, embedding: Part, expected: np.ndarray) -> None:
+    head = Part(LM_HEAD, embedding.shape)
+    self._check_header(head)
+    if not np.array_equal(self._read(head), expected):
+      raise SpecPilotError(
+        f"{self._folder}: {CONFIG} ties the embeddings, but tensor"
+        f" {self._where[LM_HEAD][2]!r} differs from {EMBEDDING!r}"
+      )
+
+
+def _text_name(stored: str) -> str:
+  for prefix, ours in _TEXT_PREFIXES:
+    if stored.startswith(prefix):
+      return ours + stored.removeprefix(prefix)
+  return stored
+
+
+def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+  """The `config.json` (text-only form) that `ModelConfig.from_hf` reads back.
+
+  `tokenizer_size` has no field there; it comes back with the tokenizer.
+
+  Args:
+    config: the model.
+    dtype: 'bfloat16', 'float16' or 'float32'.
+
+  Raises:
+    SpecPilotError: settings that the family's Hugging Face classes do not
+      have.
+  """
+  hybrid = config.family == "qwen3_5"
+  model_type, architecture = {
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "llama": ("llama", "LlamaForCausalLM"),
+  }[config.family]
+  rope = {"rope_theta": config.rope_theta, "rope_type": "default"}
+  if hybrid:
+    rope["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+  eos = list(config.eos_token_ids)
+  fields: dict[str, Any] = {
+    "architectures": [architecture],
+    "attention_bias": False,
+    "bos_token_id": config.bos_token_id,
+    "dtype": dtype,
+    "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+    "head_dim": config.head_dim,
+    "hidden_act": "silu",
+    "hidden_size": config.hidden_size,
+    "intermediate_size": config.intermediate_size,
+    "max_position_embeddings": config.context_length,
+    "model_type": model_type,
+    "num_attention_heads": config.num_heads,
+    "num_hidden_layers": config.num_layers,
+    "num_key_value_heads": config.num_kv_heads,
+    "rms_norm_eps": config.norm_eps,
+    "rope_parameters": rope,
+    "tie_word_embeddings": config.tie_embeddings,
+    "vocab_size": config.vocab_size,
+  }
+  if config.family != "llama":
+    fields["layer_types"] = [
+      "linear_attention" if kind == GDN else "full_attention"
+      for kind in config.layer_types
+    ]
+  if hybrid:
+    fields |= {
+      "linear_conv_kernel_dim": config.gdn_conv_kernel,
+      "linear_key_head_dim": config.gdn_key_head_dim,
+      "linear_num_key_heads": config.gdn_num_key_heads,
+      "linear_num_value_heads": config.gdn_num_value_heads,
+      "linear_value_head_dim": config.gdn_value_head_dim,
+    }
+  back = ModelConfig.from_hf(fields, config.name)
+  for field in dataclasses.fields(config):
+    if field.name == "tokenizer_size":
+      continue
+    ours, theirs = (getattr(c, field.name) for c in (config, back))
+    if ours != theirs:
+      raise SpecPilotError(
+        f"{config.name}: {field.name}={ours!r} cannot be written as a"
+        f" {model_type} config (it would read as {theirs!r})"
+      )
+  return fields
+
+
+def save(
+  folder: str | os.PathLike[str],
+  config: ModelConfig,
+  params: Mapping[str, Any],
+  *,
+  tokenizer_files: Mapping[str, bytes] | None = None,
+  max_shard_bytes: int = 5 * 2**30,
+) -> None:
+  """Writes a folder that `transformers` and `load` read.
+
+  The folder appears complete or not at all.
+
+  Args:
+    folder: must not exist, or be empty.
+    config: the model.
+    params: parameter name to array (bfloat16, float16 or float32).
+    tokenizer_files: `Tokenizer.files`, or None.
+    max_shard_bytes: above this the weights are sharded, with an index.
+
+  Raises:
+    SpecPilotError: names, shapes or values that do not fit the config, or a
+      folder that cannot be written.
+  """
+  table = layout(config)
+  for name in params:
+    if name not in table:
+      raise SpecPilotError(f"{config.name}: unknown parameter {name!r}")
+  for name, fused in table.items():
+    if name not in params:
+      raise SpecPilotError(f"{config.name}: parameter {name!r} is missing")
+    common.check_weight(
+      np.asarray(params[name]), config.name, name, fused.shape
+    )
+  fields = to_hf(config, str(np.asarray(params["embed.weight"]).dtype))
+  shards: list[dict[str, np.ndarray]] = [{}]
+  size = total = 0
+  for name, fused in table.items():
+    tensors = split(fused, np.ascontiguousarray(np.asarray(params[name])))
+    for tensor, array in tensors.items():
+      if shards[-1] and size + array.nbytes > max_shard_bytes:
+        shards.append({})
+        size = 0
+      shards[-1][tensor] = array
+      size += array.nbytes
+      total += array.nbytes
+  count = len(shards)
+  names = [WEIGHTS]
+  if count > 1:
+    names = [
+      f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
+    ]
+  with common.new_folder(folder) as staging:
+    for file, shard in zip(names, shards, strict=True):
+      # transformers wants to know which framework's layout the rows have.
+      safetensors.numpy.save_file(
+        shard, staging / file, metadata={"format": "pt"}
+      )
+    if count > 1:
+      weight_map = {
+        tensor: file
+        for file, shard in zip(names, shards, strict=True)
+        for tensor in shard
+      }
+      index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+      (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (staging / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    for file, content in (tokenizer_files or {}).items():
+      (staging / file).write_bytes(content)

@@ -1,0 +1,192 @@
+"""Orbax checkpoints: exact copies of what was loaded, in one folder.
+
+    specpilot.json   format name and version, config, notes, source hashes,
+                     shape and dtype of every parameter
+    params/          the weights, written and read by Orbax
+    tokenizer/       the tokenizer in Hugging Face form, where there is one
+
+The folder appears complete or not at all.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.checkpoints.layout import layout
+from specpilot_jax.configs import ModelConfig
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.tokenizer import Tokenizer
+
+METADATA = "specpilot.json"
+FORMAT = "specpilot-jax checkpoint"
+VERSION = 1
+_PARAMS = "params"
+_TOKENIZER = "tokenizer"
+
+
+def save(folder: str | os.PathLike[str], checkpoint: common.Checkpoint) -> None:
+  """Writes a checkpoint.
+
+  Args:
+    folder: must not exist, or be empty.
+    checkpoint: its parameters may be numpy or JAX arrays.
+
+  Raises:
+    SpecPilotError: parameters that do not fit the config, or a folder that
+      cannot be written.
+  """
+  import orbax.checkpoint as ocp
+
+  config = checkpoint.config
+  table = layout(config)
+  for name in checkpoint.params:
+    if name not in table:
+      raise SpecPilotError(f"{config.name}: unknown parameter {name!r}")
+  params = {}
+  for name, fused in table.items():
+    if name not in checkpoint.params:
+      raise SpecPilotError(f"{config.name}: parameter {name!r} is missing")
+    params[name] = np.asarray(checkpoint.params[name])
+    common.check_weight(params[name], config.name, name, fused.shape)
+  files = {} if checkpoint.tokenizer is None else checkpoint.tokenizer.files
+  metadata = {
+    "format": FORMAT,
+    "version": VERSION,
+    "config": dataclasses.asdict(config),
+    "source": checkpoint.source,
+    "notes": list(checkpoint.notes),
+    "sha256": dict(checkpoint.sha256),
+    "tokenizer_files": sorted(files),
+    "params": {
+      name: {"shape": list(array.shape), "dtype": str(array.dtype)}
+      for name, array in params.items()
+    },
+  }
+  with common.new_folder(folder) as staging:
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(staging / _PARAMS, params)
+      checkpointer.wait_until_finished()
+    if files:
+      (staging / _TOKENIZER).mkdir()
+      checkpoint.tokenizer.save(staging / _TOKENIZER)
+    (staging / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
+
+
+def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
+  """Reads a checkpoint that `save` wrote; arrays come back bit for bit.
+
+  Raises:
+    SpecPilotError: no metadata, another version, a missing or damaged
+      parameter or tokenizer file; the line names it.
+  """
+  folder = pathlib.Path(folder).absolute()
+  path = folder / METADATA
+  metadata = common.read_json(path)
+  if metadata.get("format") != FORMAT:
+    raise SpecPilotError(
+      f"{path}: format is {metadata.get('format')!r}, expected {FORMAT!r}"
+    )
+  if metadata.get("version") != VERSION:
+    raise SpecPilotError(
+      f"{path}: version is {metadata.get('version')!r}, this release reads"
+      f" {VERSION}"
+    )
+  config = _config(_field(metadata, "config", dict, path), path)
+  files = {}
+  for file in _field(metadata, "tokenizer_files", list, path):
+    try:
+      files[file] = (folder / _TOKENIZER / file).read_bytes()
+    except OSError as error:
+      raise SpecPilotError(
+        f"{folder / _TOKENIZER / file}: cannot be read ({error.strerror})"
+      ) from None
+  tokenizer = None
+  if files:
+    tokenizer = Tokenizer.from_files(files, str(folder / _TOKENIZER))
+    # Only a check here: the ids in the metadata are those that were in use.
+    common.with_tokenizer(config, tokenizer, str(folder))
+  params = _params(
+    folder / _PARAMS, config, _field(metadata, "params", dict, path)
+  )
+  return common.Checkpoint(
+    config=config,
+    params=params,
+    tokenizer=tokenizer,
+    source=str(_field(metadata, "source", str, path)),
+    notes=tuple(_field(metadata, "notes", list, path)),
+    sha256=_field(metadata, "sha256", dict, path),
+  )
+
+
+def _field(metadata, key, kind, path) -> Any:
+  if not isinstance(metadata.get(key), kind):
+    raise SpecPilotError(f"{path}: field {key!r} is missing or malformed")
+  return metadata[key]
+
+
+def _config(fields: dict[str, Any], path: pathlib.Path) -> ModelConfig:
+  names = {field.name for field in dataclasses.fields(ModelConfig)}
+  for name in sorted(names ^ fields.keys()):
+    what = "missing" if name in names else "unknown"
+    raise SpecPilotError(f"{path}: config field {name!r} is {what}")
+  values: dict[str, Any] = {
+    name: tuple(value) if isinstance(value, list) else value
+    for name, value in fields.items()
+  }
+  try:
+    return ModelConfig(**values)
+  except TypeError as error:
+    raise SpecPilotError(f"{path}: malformed config ({error})") from None
+
+
+def _params(
+  folder: pathlib.Path, config: ModelConfig, recorded: dict[str, Any]
+) -> dict[str, np.ndarray]:
+  import jax
+  import orbax.checkpoint as ocp
+
+  if not folder.is_dir():
+    raise SpecPilotError(f"{folder}: the weights are missing")
+  table = layout(config)
+  handler = ocp.PyTreeCheckpointHandler()
+  with ocp.Checkpointer(handler) as checkpointer:
+    try:
+      stored = checkpointer.metadata(folder).item_metadata.tree
+    except Exception as error:  # Orbax raises many kinds for damaged files.
+      raise SpecPilotError(
+        f"{folder}: damaged Orbax checkpoint ({common.first_line(error)})"
+      ) from None
+    for name in table:
+      if name not in stored or name not in recorded:
+        raise SpecPilotError(f"{folder}: parameter {name!r} is missing")
+    for name in stored:
+      if name not in table:
+        raise SpecPilotError(f"{folder}: unknown parameter {name!r}")
+    kinds = jax.tree.map(
+      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), dict(stored)
+    )
+    try:
+      params = checkpointer.restore(
+        folder, args=ocp.args.PyTreeRestore(restore_args=kinds)
+      )
+    except Exception as error:
+      raise SpecPilotError(
+        f"{folder}: damaged Orbax checkpoint ({common.first_line(error)})"
+      ) from None
+  ordered = {}
+  for name, fused in table.items():
+    array = np.asarray(params[name])
+    common.check_weight(array, str(folder), name, fused.shape)
+    dtype = recorded[name].get("dtype")
+    if str(array.dtype) != dtype:
+      raise SpecPilotError(
+        f"{folder}: parameter {name!r} has dtype {array.dtype}, {METADATA}"
+        f" says {dtype}"
+      )
+    ordered[name] = array
+  return ordered
