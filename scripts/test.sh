@@ -13,6 +13,6 @@ say "ruff check"
 say "ruff format --check"
 "$VENV_PYTHON" -m ruff format --check
 say "pyrefly check"
-"$VENV_PYTHON" -m pyrefly check
+"$VENV_PYTHON" -m pyrefly check --python-interpreter-path "$VENV_PYTHON"
 say "pytest"
 exec "$VENV_PYTHON" -m pytest "$@"
