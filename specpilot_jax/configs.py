@@ -1,4 +1,4 @@
-"""Frozen configurations: target models and their presets.
+"""Frozen configurations: target models, presets, systems.
 
 A `ModelConfig` describes a target of one of three families:
 
@@ -122,6 +122,37 @@ class ModelConfig:
     except (TypeError, AttributeError, ArithmeticError) as error:
       # A field of the wrong type, say a string where a list belongs.
       raise SpecPilotError(f"{name}: malformed config ({error})") from None
+
+
+ACCEPTANCE_RULES = ("match", "rejection")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SystemConfig:
+  """How a deployment decodes. With no arguments it is stock.
+
+  Attributes:
+    acceptance: `match` follows the target's own choice; `rejection` is
+      speculative sampling against the drafter's law (chains, temperature
+      above 0).
+    num_drafts: drafts verified per pass at most; None verifies the drafter's
+      whole block.
+  """
+
+  acceptance: str = "match"
+  num_drafts: int | None = None
+
+  def __post_init__(self):
+    if self.acceptance not in ACCEPTANCE_RULES:
+      raise SpecPilotError(
+        f"acceptance {self.acceptance!r} is not one of"
+        f" {', '.join(ACCEPTANCE_RULES)}"
+      )
+    if self.num_drafts is not None and self.num_drafts < 1:
+      raise SpecPilotError(
+        f"num_drafts must be at least 1, got {self.num_drafts} (drafter=none"
+        " decodes without drafts)"
+      )
 
 
 def _require(condition: bool, name: str, what: str) -> None:

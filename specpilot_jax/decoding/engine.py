@@ -1,0 +1,440 @@
+"""The single-request engine: one compiled executable per step."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+import dataclasses
+import time
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specpilot_jax import compilation
+from specpilot_jax.configs import SystemConfig
+from specpilot_jax.decoding import sampling as sampling_lib
+from specpilot_jax.decoding import step as step_lib
+from specpilot_jax.decoding import stops
+from specpilot_jax.decoding.draft import Drafter
+from specpilot_jax.decoding.request import (
+  RequestMetrics,
+  RequestOutput,
+  StreamChunk,
+  TokenScores,
+)
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import layers
+from specpilot_jax.models import state as state_lib
+from specpilot_jax.models.target import Target
+from specpilot_jax.tokenizer import StreamDecoder, Tokenizer
+
+CUT_TOLERANCE = 0.5
+"""Default width of filter cut-offs in scoring, in logits (DESIGN section 7)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+  """Jitted functions of one feature set."""
+
+  reset: Any
+  prefill: Any
+  step: Any
+  score: Any
+
+  @classmethod
+  def of(cls, fns: step_lib.StepFns) -> "_Compiled":
+    return cls(
+      reset=jax.jit(fns.reset, donate_argnums=0),
+      prefill=jax.jit(fns.prefill, donate_argnums=1),
+      step=jax.jit(fns.step, donate_argnums=1),
+      score=jax.jit(fns.score, donate_argnums=1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+  """One step as the host sees it; see `step.StepOutput`."""
+
+  tokens: tuple[int, ...]
+  drafted: int
+  accepted: int
+  stopped: bool
+  exhausted: bool
+
+
+class Engine:
+  """Decodes one request at a time.
+
+  Without a drafter this is autoregressive decoding: the same engine with an
+  executable of one node.
+
+  Args:
+    target: a built target.
+    drafter: see `decoding.draft.Drafter`.
+    tokenizer: for text in the results, stop strings and streaming.
+    system: mechanisms; stock by default.
+    max_seq_len: prompt plus output tokens at most; the model's context length
+      by default. Memory is reserved for it.
+    prefill_chunk: prompt tokens per pass.
+    host_lag: steps that the host reads behind the device. 1 hides the read on
+      an accelerator; a CPU gains nothing from it.
+
+  Raises:
+    SpecPilotError: a setting that does not fit the target or the drafter.
+  """
+
+  def __init__(
+    self,
+    target: Target,
+    *,
+    drafter: Drafter | None = None,
+    tokenizer: Tokenizer | None = None,
+    system: SystemConfig | None = None,
+    max_seq_len: int | None = None,
+    prefill_chunk: int = 64,
+    host_lag: int | None = None,
+  ):
+    system = SystemConfig() if system is None else system
+    config = target.config
+    self.config = config
+    self.dtype = target.dtype
+    self.drafter = drafter
+    self.tokenizer = tokenizer
+    self.system = system
+    self.max_seq_len = max_seq_len or config.context_length
+    self.prefill_chunk = prefill_chunk
+    self._check(config, drafter, tokenizer)
+    num_drafts = 0
+    if drafter is not None:
+      num_drafts = min(system.num_drafts or drafter.num_slots, drafter.num_slots)
+    self.num_drafts = num_drafts
+    if host_lag is None:
+      host_lag = 0 if jax.default_backend() == "cpu" else 1
+    self._host_lag = host_lag
+
+    graphdef, params = nnx.split(target)
+    self._params = (params, drafter.params if drafter else ())
+    self._fns_by_features: dict[sampling_lib.Features, _Compiled] = {}
+    self._base = step_lib.StepFns(
+      config=config,
+      graphdef=graphdef,
+      drafter=drafter,
+      num_drafts=num_drafts,
+      acceptance=system.acceptance,
+      features=sampling_lib.Features(True, False, False),
+    )
+    # A pass writes all of its rows, those it does not keep as zeros.
+    self._capacity = self.max_seq_len + max(prefill_chunk, 1 + num_drafts)
+    self._acc = layers.accumulation_dtype(target.dtype)
+    self._carry: step_lib.Carry | None = step_lib.Carry(
+      target=state_lib.init_state(config, self._capacity, target.dtype),
+      drafter=drafter.init_context(self._capacity) if drafter else None,
+      anchor=jnp.zeros((), jnp.int32),
+      remaining=jnp.zeros((), jnp.int32),
+      history=None,
+      done=jnp.zeros((), bool),
+    )
+
+  def _check(self, config, drafter, tokenizer) -> None:
+    if not 2 <= self.max_seq_len <= config.context_length:
+      raise SpecPilotError(
+        f"max_seq_len {self.max_seq_len} is not between 2 and the context"
+        f" length {config.context_length} of {config.name}"
+      )
+    if self.prefill_chunk < 1:
+      raise SpecPilotError(
+        f"prefill_chunk must be at least 1, got {self.prefill_chunk}"
+      )
+    if tokenizer is not None and tokenizer.size > config.vocab_size:
+      raise SpecPilotError(
+        f"tokenizer has {tokenizer.size} ids, {config.name} only"
+        f" {config.vocab_size}"
+      )
+    if drafter is None:
+      return
+    sizes = (config.vocab_size, config.valid_vocab)
+    if drafter.vocab_size is not None and drafter.vocab_size not in sizes:
+      raise SpecPilotError(
+        f"drafter {drafter.name} has a vocabulary of {drafter.vocab_size} ids,"
+        f" target {config.name} of {config.valid_vocab}"
+        f" (padded to {config.vocab_size})"
+      )
+    for tap in drafter.taps:
+      if not 0 <= tap < config.num_layers:
+        raise SpecPilotError(
+          f"drafter {drafter.name} taps layer {tap}, target {config.name} has"
+          f" {config.num_layers} layers"
+        )
+
+  @property
+  def num_compilations(self) -> int:
+    """See `compilation.num_compilations`."""
+    return compilation.num_compilations()
+
+  def _compiled(self, features: sampling_lib.Features) -> _Compiled:
+    if features not in self._fns_by_features:
+      fns = dataclasses.replace(self._base, features=features)
+      self._fns_by_features[features] = _Compiled.of(fns)
+    return self._fns_by_features[features]
+
+  def check_ids(self, ids: Sequence[int], what: str) -> np.ndarray:
+    """Token ids as int32; raises where one is out of range."""
+    array = np.asarray(ids)
+    if array.size == 0:
+      raise SpecPilotError(f"{what} is empty")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+      raise SpecPilotError(
+        f"{what} must be a sequence of integers, got {array.dtype} of shape"
+        f" {array.shape}"
+      )
+    bad = (array < 0) | (array >= self.config.valid_vocab)
+    if bad.any():
+      at = int(np.argmax(bad))
+      raise SpecPilotError(
+        f"{what}: token id {int(array[at])} at index {at} is outside the"
+        f" vocabulary of {self.config.valid_vocab}"
+      )
+    return array.astype(np.int32)
+
+  def _start(
+    self, compiled: _Compiled, prompt: np.ndarray, limit: int
+  ) -> step_lib.Carry:
+    """Resets the one carry and prefills all of the prompt but its last id."""
+    carry, self._carry = self._carry, None
+    if carry is None:
+      raise SpecPilotError("the engine decodes one request at a time")
+    padded = np.zeros(self._capacity, np.int32)
+    padded[: prompt.size] = prompt
+    carry = compiled.reset(
+      dataclasses.replace(carry, history=None),
+      padded,
+      np.int32(prompt.size),
+      np.int32(limit),
+    )
+    chunk = self.prefill_chunk
+    for start in range(0, prompt.size - 1, chunk):
+      count = min(chunk, prompt.size - 1 - start)
+      tokens = np.zeros(chunk, np.int32)
+      tokens[:count] = prompt[start : start + count]
+      carry = compiled.prefill(self._params, carry, tokens, np.int32(count))
+    return carry
+
+  def _request(self, sampling: SamplingParams) -> step_lib.Request:
+    ids = sampling.stop_ids(self.config.eos_token_ids)
+    padded = np.full(sampling_lib.MAX_STOP_IDS, -1, np.int32)
+    padded[: len(ids)] = ids
+    return step_lib.Request(
+      sampling=sampling_lib.Sampling.of(sampling, self._acc), stop_ids=padded
+    )
+
+  def steps(
+    self, prompt_ids: Sequence[int], sampling: SamplingParams
+  ) -> Iterator[tuple[step_lib.Carry, StepResult]]:
+    """Runs a request step by step, until the device ends it.
+
+    Yields the carry after each step and what the step emitted. With a host lag
+    the carry is that many steps further on. A carry is valid until the next
+    step; closing the iterator makes the engine ready for the next request.
+    """
+    prompt = self.check_ids(prompt_ids, "prompt")
+    room = self.max_seq_len - prompt.size
+    if room < 1:
+      raise SpecPilotError(
+        f"prompt of {prompt.size} tokens leaves no room for output in a context"
+        f" of {self.max_seq_len}"
+      )
+    limit = min(sampling.max_tokens, room)
+    compiled = self._compiled(sampling_lib.Features.of(sampling))
+    request = self._request(sampling)
+    carry = self._start(compiled, prompt, limit)
+    try:
+      pending: deque[step_lib.StepOutput] = deque()
+      while True:
+        carry, out = compiled.step(self._params, carry, request)
+        pending.append(out)
+        if len(pending) <= self._host_lag:
+          continue
+        out = jax.device_get(pending.popleft())
+        if not out.healthy:
+          raise SpecPilotError(
+            f"{self.config.name}: logits turned NaN in {self.dtype}"
+          )
+        yield (
+          carry,
+          StepResult(
+            tokens=tuple(int(t) for t in out.tokens[: int(out.count)]),
+            drafted=int(out.drafted),
+            accepted=int(out.accepted),
+            stopped=bool(out.stopped),
+            exhausted=bool(out.exhausted),
+          ),
+        )
+        if out.stopped or out.exhausted:
+          return
+    finally:
+      self._carry = carry
+
+  def stream(
+    self, prompt_ids: Sequence[int], sampling: SamplingParams
+  ) -> Iterator[StreamChunk]:
+    """Decodes a request; yields chunks as they appear, the last with `output`.
+
+    Raises:
+      SpecPilotError: empty prompt, id out of range, prompt too long for the
+        context, stop strings without a tokenizer.
+    """
+    if sampling.stop and self.tokenizer is None:
+      raise SpecPilotError("stop strings need a tokenizer")
+    started = time.perf_counter()
+    emitted, drafted, accepted = [], [], []
+    cut_steps, ttft = 0, float("nan")
+    tokens: list[int] = []
+    shown: list[str] = []
+    decoder = StreamDecoder(self.tokenizer) if self.tokenizer else None
+    watch = stops.StopStrings(sampling.stop)
+    loop = stops.LoopDetector() if sampling.loops_end else None
+    finish: tuple[str, int | str | None] | None = None
+    steps = self.steps(prompt_ids, sampling)
+    try:
+      for _, result in steps:
+        now = time.perf_counter()
+        if not tokens:
+          ttft = now - started
+        new, text = [], ""
+        for i, token in enumerate(result.tokens):
+          tokens.append(token)
+          new.append(token)
+          if decoder:
+            text += watch.push(decoder.push(token))
+          last = i == len(result.tokens) - 1
+          looping = loop is not None and loop.push(token)
+          if last and result.stopped:
+            finish = ("stop", token)
+          elif watch.found is not None:
+            finish = ("stop", watch.found)
+          elif last and result.exhausted:
+            finish = ("length", None)
+          elif looping:
+            finish = ("loop", None)
+          if finish:
+            break
+        emitted.append(len(new))
+        drafted.append(result.drafted)
+        accepted.append(result.accepted)
+        cut_steps += len(new) != result.accepted + 1
+        shown.append(text)
+        if finish:
+          break
+        yield StreamChunk(tuple(new), text)
+    finally:
+      steps.close()
+    assert finish is not None
+    if decoder and watch.found is None:
+      # Only now is it known that no stop string follows.
+      text += watch.push(decoder.flush())
+      text += watch.flush()
+      shown[-1] = text
+    output = RequestOutput(
+      prompt_ids=tuple(int(i) for i in prompt_ids),
+      token_ids=tuple(tokens),
+      text="".join(shown) if decoder else None,
+      finish_reason=finish[0],
+      stop_reason=finish[1],
+      metrics=RequestMetrics(
+        ttft_ms=1e3 * ttft,
+        e2e_ms=1e3 * (now - started),
+        emitted_per_step=tuple(emitted),
+        drafted_per_step=tuple(drafted),
+        accepted_per_step=tuple(accepted),
+        cut_steps=cut_steps,
+      ),
+    )
+    yield StreamChunk(tuple(new), text, output)
+
+  def generate(
+    self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
+  ) -> RequestOutput:
+    """Decodes a request; see `stream`."""
+    for chunk in self.stream(prompt_ids, sampling or SamplingParams()):
+      if chunk.output is not None:
+        return chunk.output
+    raise AssertionError("a stream ends with its output")
+
+  def warm_up(self, sampling: SamplingParams | None = None) -> None:
+    """Compiles all that requests with such settings need, scoring apart."""
+    ids = [0] * 2
+    self.generate(
+      ids,
+      dataclasses.replace(
+        sampling or SamplingParams(), max_tokens=2, stop=(), ignore_eos=True
+      ),
+    )
+
+  def score(
+    self,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    sampling: SamplingParams | None = None,
+    *,
+    cut_tolerance: float = CUT_TOLERANCE,
+  ) -> TokenScores:
+    """Teacher-forces an output through the target, in chunks.
+
+    Args:
+      prompt_ids: at least one id.
+      output_ids: the tokens to score; each is judged after the prompt and the
+        output before it.
+      sampling: how the output was drawn: its noise, filters and penalties.
+      cut_tolerance: how far from the cut-off of a filter a token may stand on
+        either side of it, in logits.
+
+    Returns:
+      One entry per output token.
+
+    Raises:
+      SpecPilotError: as `stream`; also where both together are longer than the
+        context.
+    """
+    sampling = sampling or SamplingParams()
+    prompt = self.check_ids(prompt_ids, "prompt")
+    output = self.check_ids(output_ids, "output")
+    if prompt.size + output.size > self.max_seq_len:
+      raise SpecPilotError(
+        f"{prompt.size} prompt and {output.size} output tokens do not fit a"
+        f" context of {self.max_seq_len}"
+      )
+    compiled = self._compiled(sampling_lib.Features.of(sampling))
+    request = self._request(sampling)
+    carry = self._start(compiled, prompt, output.size)
+    inputs = np.concatenate([prompt[-1:], output[:-1]])
+    chunk, results = self.prefill_chunk, []
+    tolerance = np.asarray(cut_tolerance, self._acc)
+    try:
+      for start in range(0, output.size, chunk):
+        count = min(chunk, output.size - start)
+        tokens, targets = np.zeros((2, chunk), np.int32)
+        tokens[:count] = inputs[start : start + count]
+        targets[:count] = output[start : start + count]
+        carry, result = compiled.score(
+          self._params,
+          carry,
+          request,
+          tokens,
+          targets,
+          np.int32(count),
+          tolerance,
+        )
+        results.append(jax.tree.map(lambda x, c=count: x[:c], result))
+    finally:
+      self._carry = carry
+    results = jax.device_get(results)
+    scores = TokenScores(
+      logprobs=np.concatenate([r.logprob for r in results]).astype(np.float64),
+      argmax=np.concatenate([r.argmax for r in results]),
+      gaps=np.concatenate([r.gap for r in results]).astype(np.float64),
+    )
+    if np.isnan(scores.logprobs).any():
+      raise SpecPilotError(f"{self.config.name}: logits turned NaN in scoring")
+    return scores

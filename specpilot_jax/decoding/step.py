@@ -1,0 +1,335 @@
+"""The compiled pieces of decoding: reset, prefill, step, score.
+
+A request's whole changing state is one `Carry`. Invariant between steps: the
+target state and the drafter's context cover every token but the last, which is
+the *anchor*; the anchor is the root of the next pass.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specpilot_jax import configs
+from specpilot_jax.decoding import accept
+from specpilot_jax.decoding import draft as draft_lib
+from specpilot_jax.decoding import sampling as sampling_lib
+from specpilot_jax.decoding.commit import commit
+from specpilot_jax.models import state as state_lib
+
+
+def _pytree(cls):
+  return jax.tree_util.register_dataclass(
+    dataclasses.dataclass(frozen=True)(cls)
+  )
+
+
+@_pytree
+class Request:
+  """What a request fixes before its first step."""
+
+  sampling: sampling_lib.Sampling
+  stop_ids: Int[Array, " M"]  # padded with -1
+
+
+@_pytree
+class Carry:
+  """All that changes while one request decodes.
+
+  Attributes:
+    target: committed target state; its length is the anchor's position.
+    drafter: the drafter's context, None without a drafter.
+    anchor: the last committed token.
+    remaining: tokens that may still be emitted.
+    history: token counts, None unless penalties are on.
+    done: a stop id or the limit ended the request: further steps do nothing.
+  """
+
+  target: state_lib.TargetState
+  drafter: Any
+  anchor: Int[Array, ""]
+  remaining: Int[Array, ""]
+  history: sampling_lib.History | None
+  done: Bool[Array, ""]
+
+
+@_pytree
+class StepOutput:
+  """What the host reads of a step: tokens[:count] were emitted."""
+
+  tokens: Int[Array, " N"]
+  count: Int[Array, ""]
+  drafted: Int[Array, ""]
+  accepted: Int[Array, ""]  # before a stop or the limit cut the run
+  stopped: Bool[Array, ""]
+  exhausted: Bool[Array, ""]
+  healthy: Bool[Array, ""]  # no logit was NaN
+
+
+@_pytree
+class ScoreOutput:
+  """Per scored token: see `Engine.score`."""
+
+  logprob: Float[Array, " N"]
+  argmax: Int[Array, " N"]
+  gap: Float[Array, " N"]
+
+
+@_pytree
+class _Verified:
+  """What a verify pass leaves for the commit; arrays lead with nodes."""
+
+  tokens: Int[Array, " N"]
+  count: Int[Array, ""]
+  taps: Float[Array, "N L D"]
+  stash: tuple[state_lib.LayerStash, ...]
+  acceptance: accept.Acceptance
+  healthy: Bool[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFns:
+  """The pure functions of one engine; static choices are bound here.
+
+  Attributes:
+    config: of the target.
+    graphdef: of the target; every call's `params` are the target's state and
+      the drafter's parameters.
+    drafter: None for autoregressive decoding.
+    num_drafts: drafts verified per step at most.
+    acceptance: `match` or `rejection` (the same at temperature 0).
+    features: what sampling needs.
+  """
+
+  config: configs.ModelConfig
+  graphdef: Any
+  drafter: draft_lib.Drafter | None
+  num_drafts: int
+  acceptance: str
+  features: sampling_lib.Features
+
+  def reset(
+    self, carry: Carry, prompt: Int[Array, " P"], length, limit
+  ) -> Carry:
+    """Empties a carry for a prompt of `length` ids and `limit` tokens."""
+    history = None
+    if self.features.penalties:
+      vocab = self.config.vocab_size
+      inside = jnp.arange(prompt.shape[0]) < length
+      present = jnp.zeros((vocab,), bool)
+      # Ids behind the prompt's end are dropped.
+      ids = jnp.where(inside, prompt, vocab)
+      history = sampling_lib.History(
+        output=jnp.zeros((vocab,), jnp.int32),
+        prompt=present.at[ids].set(True, mode="drop"),
+      )
+    return Carry(
+      target=state_lib.reset_state(carry.target),
+      drafter=jax.tree.map(jnp.zeros_like, carry.drafter),
+      anchor=prompt[length - 1],
+      remaining=limit,
+      history=history,
+      done=jnp.zeros((), bool),
+    )
+
+  def prefill(
+    self, params: Any, carry: Carry, tokens: Int[Array, " C"], count
+  ) -> Carry:
+    """Commits `count` prompt tokens, the first of `tokens`."""
+    model = nnx.merge(self.graphdef, params[0])
+    nodes = state_lib.run_of(tokens, count, prefill=True)
+    out = model(nodes, carry.target, self._taps)
+    return self._committed(params, carry, nodes, out, nodes.count)
+
+  @property
+  def _taps(self) -> tuple[int, ...]:
+    return self.drafter.taps if self.drafter else ()
+
+  def _committed(self, params, carry, nodes, out, count) -> Carry:
+    """A run of nodes becomes the state (prefill and scoring)."""
+    path = jnp.arange(nodes.size, dtype=jnp.int32)
+    return dataclasses.replace(
+      carry,
+      target=commit(carry.target, out.stash, path, count),
+      drafter=self._extend(
+        params, carry, nodes.tokens, out.taps, carry.target.length, count
+      ),
+    )
+
+  def _extend(self, params, carry, tokens, taps, start, count):
+    if self.drafter is None:
+      return None
+    return self.drafter.extend(
+      params[1], carry.drafter, tokens, taps, start, count
+    )
+
+  def _penalized(self, logits, request, history, nodes):
+    if history is None:
+      return logits
+    return sampling_lib.penalize(
+      logits, request.sampling, history, nodes.tokens, nodes.mask
+    )
+
+  def step(
+    self, params: Any, carry: Carry, request: Request
+  ) -> tuple[Carry, StepOutput]:
+    """Drafts, verifies, accepts, commits."""
+    position = carry.target.length
+    drafts, sizes = None, (1,)
+    if self.drafter is not None:
+      lattice = self.drafter.draft(
+        params[1], carry.drafter, carry.anchor, position
+      )
+      drafts = draft_lib.chain(
+        lattice,
+        valid_vocab=self.config.valid_vocab,
+        # A draft behind the last token that may be emitted is of no use.
+        limit=jnp.minimum(carry.remaining - 1, self.num_drafts),
+        sampling=request.sampling,
+        position=position,
+        sample=self._rejects,
+      )
+      sizes = (1 + self.num_drafts,)
+      if self.drafter.variable_length:
+        sizes = (1, *sizes)
+    verify = functools.partial(
+      self._verify, params, carry, request, drafts, pad_to=sizes[-1]
+    )
+    branches = [functools.partial(verify, size) for size in sizes]
+    if drafts is None or len(branches) == 1:
+      seen = branches[0]()
+    else:
+      seen = jax.lax.cond(drafts.count > 0, branches[1], branches[0])
+
+    acceptance = seen.acceptance
+    cut = accept.cut(acceptance, request.stop_ids, carry.remaining)
+    count = jnp.where(carry.done, 0, cut.count)
+    path = acceptance.path
+    history = carry.history
+    if history is not None:
+      index = jnp.arange(path.shape[0])
+      history = dataclasses.replace(
+        history,
+        output=history.output.at[acceptance.emitted].add(
+          (index < count).astype(jnp.int32)
+        ),
+      )
+    last = acceptance.emitted[jnp.maximum(count - 1, 0)]
+    carry = Carry(
+      target=commit(carry.target, seen.stash, path, count),
+      drafter=self._extend(
+        params, carry, seen.tokens[path], seen.taps[path], position, count
+      ),
+      anchor=jnp.where(carry.done, carry.anchor, last),
+      remaining=carry.remaining - count,
+      history=history,
+      done=carry.done | cut.stopped | cut.exhausted,
+    )
+    return carry, StepOutput(
+      tokens=acceptance.emitted,
+      count=count,
+      drafted=seen.count - 1,
+      accepted=acceptance.accepted,
+      stopped=cut.stopped,
+      exhausted=cut.exhausted,
+      healthy=seen.healthy,
+    )
+
+  @property
+  def _rejects(self) -> bool:
+    return self.acceptance == "rejection" and not self.features.greedy
+
+  def _verify(self, params, carry, request, drafts, size, *, pad_to):
+    """One target pass over [anchor | drafts] cut to `size` nodes.
+
+    The result is padded to `pad_to` nodes, so that passes of different size
+    can be branches of one executable.
+    """
+    model = nnx.merge(self.graphdef, params[0])
+    tokens = carry.anchor[None]
+    count = jnp.ones((), jnp.int32)
+    if size > 1:
+      tokens = jnp.concatenate([tokens, drafts.tokens[: size - 1]])
+      count = count + drafts.count
+    nodes = state_lib.run_of(tokens, count, prefill=False)
+    out = model(nodes, carry.target, self._taps)
+    logits = self._penalized(
+      model.logits(out.hidden), request, carry.history, nodes
+    )
+    position = carry.target.length
+    if self._rejects and size > 1:
+      law = sampling_lib.law(logits, request.sampling, self.features)
+      acceptance = accept.rejection(
+        nodes, drafts, law, request.sampling, position
+      )
+    else:
+      choices = sampling_lib.choose(
+        logits, request.sampling, self.features, position + nodes.depth + 1
+      )
+      acceptance = accept.match(nodes, choices)
+    verified = _Verified(
+      tokens=nodes.tokens,
+      count=nodes.count,
+      taps=out.taps,
+      stash=out.stash,
+      acceptance=acceptance,
+      healthy=~jnp.any(
+        jnp.isnan(logits).any(axis=-1) & (nodes.depth < nodes.count)
+      ),
+    )
+    return _pad_nodes(verified, size, pad_to)
+
+  def score(
+    self,
+    params: Any,
+    carry: Carry,
+    request: Request,
+    tokens: Int[Array, " C"],
+    targets: Int[Array, " C"],
+    count,
+    tolerance,
+  ) -> tuple[Carry, ScoreOutput]:
+    """Scores `targets[i]` as the token after `tokens[i]`, then commits.
+
+    tokens[0] is the anchor; each target but the last is the next token.
+    """
+    model = nnx.merge(self.graphdef, params[0])
+    nodes = state_lib.run_of(tokens, count, prefill=True)
+    out = model(nodes, carry.target, self._taps)
+    raw = model.logits(out.hidden)
+    logits = self._penalized(raw, request, carry.history, nodes)
+    logprob = jax.nn.log_softmax(raw, axis=-1)
+    positions = carry.target.length + nodes.depth + 1
+    result = ScoreOutput(
+      logprob=jnp.take_along_axis(logprob, targets[:, None], axis=1)[:, 0],
+      argmax=sampling_lib.choose(
+        logits, request.sampling, self.features, positions
+      ),
+      gap=sampling_lib.choice_gap(
+        logits, request.sampling, self.features, positions, targets, tolerance
+      ),
+    )
+    history = carry.history
+    if history is not None:
+      inside = jnp.arange(targets.shape[0]) < count
+      history = dataclasses.replace(
+        history,
+        output=history.output.at[targets].add(inside.astype(jnp.int32)),
+      )
+    carry = self._committed(params, carry, nodes, out, nodes.count)
+    return dataclasses.replace(carry, history=history), result
+
+
+def _pad_nodes(tree, size: int, pad_to: int):
+  """Pads the leading axis, the node axis, of every array of `tree`."""
+
+  def pad(x):
+    if x.ndim == 0 or size == pad_to:
+      return x
+    return jnp.pad(x, ((0, pad_to - size),) + ((0, 0),) * (x.ndim - 1))
+
+  return jax.tree.map(pad, tree)
