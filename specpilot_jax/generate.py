@@ -1,0 +1,143 @@
+"""Generate text: `python -m specpilot_jax.generate --model=smollm2 --prompt=...`
+
+Streams the text and ends with one line of measurements (tau is the tokens
+emitted per target pass). With --json the last line on stdout is one JSON
+object: {prompt_ids, token_ids, text, finish_reason, acceptance_length,
+decode_tok_s}.
+"""
+
+import json
+import sys
+
+from absl import flags
+
+from specpilot_jax import cli
+from specpilot_jax import loading
+from specpilot_jax.configs import DTYPES
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
+
+_MODEL = flags.DEFINE_string(
+  "model", None, "smollm2, a Hugging Face folder, a .gguf file or an Orbax"
+  " folder.", required=True,
+)  # fmt: skip
+_DRAFTER = flags.DEFINE_string(
+  "drafter", "prompt_lookup", f"One of {', '.join(loading.DRAFTERS)}."
+)
+_PROMPT = flags.DEFINE_string("prompt", None, "Prompt text.")
+_PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 prompt file.")
+_PROMPT_IDS = flags.DEFINE_string(
+  "prompt_ids", None, "Prompt token ids: 1,2,3. Needs no tokenizer."
+)
+_CHAT = flags.DEFINE_boolean(
+  "chat", False, "Wrap the prompt in the model's chat template."
+)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Output tokens at most.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus probability.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k best; 0 keeps all.")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "Floor relative to the best token.")
+_PRESENCE = flags.DEFINE_float("presence_penalty", 0.0, "Once per token.")
+_FREQUENCY = flags.DEFINE_float("frequency_penalty", 0.0, "Per occurrence.")
+_REPETITION = flags.DEFINE_float("repetition_penalty", 1.0, "1 is off.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the request's noise.")
+_STOP = flags.DEFINE_multi_string("stop", [], "Stop string; repeatable.")
+_IGNORE_EOS = flags.DEFINE_boolean(
+  "ignore_eos", False, "Do not end at end-of-sequence ids nor on loops."
+)
+_DTYPE = flags.DEFINE_enum(
+  "dtype", None, DTYPES, "bfloat16 on an accelerator, float32 on a CPU."
+)
+_SET = flags.DEFINE_string("set", "", "Options: name=value,name=value.")
+_JSON = flags.DEFINE_boolean("json", False, "One JSON line, the last.")
+
+
+def _prompt_ids(tokenizer) -> list[int]:
+  given = [f for f in (_PROMPT, _PROMPT_FILE, _PROMPT_IDS) if f.present]
+  if len(given) != 1:
+    raise SpecPilotError(
+      "give exactly one of --prompt, --prompt_file and --prompt_ids"
+    )
+  if _PROMPT_IDS.value is not None:
+    if _CHAT.value:
+      raise SpecPilotError("--chat needs a prompt text, not --prompt_ids")
+    return cli.parse_ids(_PROMPT_IDS.value, "prompt_ids")
+  if tokenizer is None:
+    raise SpecPilotError(
+      f"{_MODEL.value} has no tokenizer: give --prompt_ids"
+    )
+  text = _PROMPT.value
+  if text is None:
+    text = cli.read_text(_PROMPT_FILE.value)
+  if _CHAT.value:
+    return tokenizer.encode(
+      tokenizer.chat([{"role": "user", "content": text}]),
+      add_special_tokens=False,
+    )
+  return tokenizer.encode(text)
+
+
+def main() -> None:
+  sampling = SamplingParams(
+    temperature=_TEMPERATURE.value,
+    top_k=_TOP_K.value,
+    top_p=_TOP_P.value,
+    min_p=_MIN_P.value,
+    presence_penalty=_PRESENCE.value,
+    frequency_penalty=_FREQUENCY.value,
+    repetition_penalty=_REPETITION.value,
+    seed=_SEED.value,
+    max_tokens=_MAX_TOKENS.value,
+    stop=tuple(_STOP.value),
+    ignore_eos=_IGNORE_EOS.value,
+  )
+  system = registry.parse_options(_SET.value)
+  drafter = loading.make_drafter(_DRAFTER.value)
+  loading.prepare_jax(_DTYPE.value)
+  model = loading.load_target(_MODEL.value, _DTYPE.value)
+  prompt_ids = _prompt_ids(model.tokenizer)
+  engine = Engine(
+    model.target,
+    drafter=drafter,
+    tokenizer=model.tokenizer,
+    system=system,
+    max_seq_len=loading.sequence_room(
+      model.config, len(prompt_ids), sampling.max_tokens
+    ),
+  )
+  output = None
+  for chunk in engine.stream(prompt_ids, sampling):
+    if not _JSON.value:
+      shown = chunk.text if model.tokenizer else f"{list(chunk.token_ids)} "
+      print(shown, end="", flush=True)
+    output = chunk.output
+  assert output is not None
+  metrics = output.metrics
+  if _JSON.value:
+    result = {
+      "prompt_ids": output.prompt_ids,
+      "token_ids": output.token_ids,
+      "text": output.text,
+      "finish_reason": output.finish_reason,
+      "acceptance_length": metrics.acceptance_length,
+      # A single token has no decode rate.
+      "decode_tok_s": (
+        metrics.decode_tok_s if metrics.output_tokens > 1 else None
+      ),
+    }
+    print(json.dumps(result))
+    return
+  print()
+  print(
+    f"[{metrics.output_tokens} tokens, finish {output.finish_reason}, tau"
+    f" {metrics.acceptance_length:.2f} over {metrics.num_steps} passes,"
+    f" {metrics.decode_tok_s:.1f} tok/s, first token after"
+    f" {metrics.ttft_ms / 1e3:.2f} s]",
+    file=sys.stderr,
+  )
+
+
+if __name__ == "__main__":
+  cli.run(main)
