@@ -66,12 +66,14 @@ class ChatTemplate:
       extensions=[jinja2.ext.loopcontrols, _Generation],
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    helpers: dict[str, Any] = {
+      "raise_exception": _raise_exception,
+      "strftime_now": _strftime_now,
+    }
     self._name = name
     self._roles = dict(roles)
     try:
-      self._template = environment.from_string(source)
+      self._template = environment.from_string(source, globals=helpers)
     except jinja2.TemplateError as error:
       raise SpecPilotError(
         f"{name}: chat template does not compile ({_one_line(error)})"

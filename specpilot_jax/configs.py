@@ -117,11 +117,10 @@ class ModelConfig:
       SpecPilotError: unsupported family, unknown field, missing field, or a
         field whose value this engine does not implement; the line names it.
     """
-    try:
-      return _from_hf(dict(config), name)
-    except (TypeError, AttributeError, ArithmeticError) as error:
-      # A field of the wrong type, say a string where a list belongs.
-      raise SpecPilotError(f"{name}: malformed config ({error})") from None
+    # Imported here because that module is built on this one.
+    from specpilot_jax.checkpoints import hf_config
+
+    return hf_config.from_hf(config, name)
 
 
 ACCEPTANCE_RULES = ("match", "rejection")
@@ -198,8 +197,7 @@ def _check(c: ModelConfig) -> None:
   _require(
     0 < c.rotary_dim <= c.head_dim and c.rotary_dim % 2 == 0,
     c.name,
-    f"rotary_dim {c.rotary_dim} must be even and at most head_dim"
-    f" {c.head_dim}",
+    f"rotary_dim {c.rotary_dim} must be even and at most head_dim {c.head_dim}",
   )
   _require(
     0 < c.valid_vocab <= c.vocab_size,
@@ -235,209 +233,6 @@ def _check(c: ModelConfig) -> None:
       f"{c.gdn_num_value_heads} GDN value heads are not a multiple of"
       f" {c.gdn_num_key_heads} key heads",
     )
-
-
-# Fields of config.json that say nothing about the function computed in
-# inference (initialisation, training, bookkeeping, where to find code).
-_INERT = frozenset({
-  "_name_or_path", "architectures", "attention_dropout", "auto_map",
-  "chunk_size_feed_forward", "dtype", "initializer_range", "is_decoder",
-  "is_encoder_decoder", "is_llama_config", "language_model_only",
-  "max_window_layers", "model_type", "output_attentions",
-  "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
-  "return_dict", "torch_dtype", "transformers.js_config",
-  "transformers_version", "use_cache", "mtp_num_hidden_layers",
-  "mtp_use_dedicated_embeddings", "full_attention_interval", "id2label",
-  "label2id", "cross_attention_hidden_size", "add_cross_attention",
-  "tie_encoder_decoder", "num_return_sequences", "mamba_ssm_dtype",
-})  # fmt: skip
-
-# Fields that are accepted only with these values: anything else would change
-# the function.
-_FIXED: dict[str, tuple[Any, ...]] = {
-  "attention_bias": (False,),
-  "mlp_bias": (False,),
-  "hidden_act": ("silu",),
-  "use_sliding_window": (False, None),
-  "sliding_window": (None,),
-  "output_gate_type": ("swish", "silu", None),
-  "attn_output_gate": (True,),
-  "rope_scaling": (None,),
-  "rope_interleaved": (False,),
-  "mlp_only_layers": ([], None),
-}
-
-_SHARED = frozenset({
-  "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-  "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-  "rope_theta", "rope_parameters", "tie_word_embeddings",
-  "max_position_embeddings", "bos_token_id", "eos_token_id", "layer_types",
-})  # fmt: skip
-_FAMILY_FIELDS = {
-  "qwen3_5": _SHARED | {
-    "partial_rotary_factor", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-  },
-  "qwen3": _SHARED,
-  "llama": _SHARED,
-}  # fmt: skip
-_MODEL_TYPES = {
-  "qwen3_5": "qwen3_5",
-  "qwen3_5_text": "qwen3_5",
-  "qwen3": "qwen3",
-  "llama": "llama",
-}
-# Fields of the multimodal wrapper beside `text_config`.
-_WRAPPER = frozenset({
-  "vision_config", "text_config", "image_token_id", "video_token_id",
-  "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings",
-  "eos_token_id", "bos_token_id",
-})  # fmt: skip
-_LAYER_TYPES = {"linear_attention": GDN, "full_attention": ATTENTION}
-
-
-def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
-  model_type = config.get("model_type")
-  if "text_config" in config:
-    _refuse_unknown(config, _WRAPPER | _INERT, name)
-    text = dict(config["text_config"])
-    text.setdefault("model_type", f"{model_type}_text")
-    # The wrapper's end-of-turn ids are the ones that generation uses.
-    for field in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):
-      if config.get(field) is not None:
-        text[field] = config[field]
-    return _from_hf(text, name)
-  family = _MODEL_TYPES.get(str(model_type))
-  if family is None:
-    raise SpecPilotError(
-      f"{name}: model_type {model_type!r} is not supported; supported:"
-      f" {', '.join(sorted(_MODEL_TYPES))}"
-    )
-  _refuse_unknown(
-    config, _FAMILY_FIELDS[family] | _INERT | _FIXED.keys(), name
-  )
-  for field, allowed in _FIXED.items():
-    if field in config and config[field] not in allowed:
-      raise SpecPilotError(
-        f"{name}: {field}={config[field]!r} is not supported (only"
-        f" {', '.join(repr(a) for a in allowed)})"
-      )
-
-  def need(field, kind=int):
-    value = config.get(field)
-    if value is None:
-      raise SpecPilotError(f"{name}: config field {field!r} is missing")
-    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
-      raise SpecPilotError(
-        f"{name}: config field {field!r} must be a positive number,"
-        f" got {value!r}"
-      )
-    return value
-
-  heads = need("num_attention_heads")
-  # Where `head_dim` is absent, the families differ in their defaults.
-  default_dim = {"qwen3_5": 256, "qwen3": 128, "llama": None}[family]
-  head_dim = (
-    need("head_dim")
-    if config.get("head_dim") is not None
-    else default_dim or need("hidden_size") // heads
-  )
-  num_layers = need("num_hidden_layers")
-  rope = config.get("rope_parameters") or {}
-  if not isinstance(rope, Mapping):
-    raise SpecPilotError(f"{name}: rope_parameters is not a mapping")
-  rope = dict(rope)
-  rope_type = rope.pop("rope_type", rope.pop("type", "default"))
-  if rope_type != "default":
-    raise SpecPilotError(
-      f"{name}: rope_type {rope_type!r} is not supported (only 'default')"
-    )
-  theta = rope.pop("rope_theta", config.get("rope_theta"))
-  if theta is None:
-    raise SpecPilotError(f"{name}: config field 'rope_theta' is missing")
-  partial = rope.pop(
-    "partial_rotary_factor", config.get("partial_rotary_factor")
-  )
-  if family == "qwen3_5":
-    partial = 0.25 if partial is None else partial
-    # Multimodal RoPE sections: with text alone all three position ids are
-    # equal, so that this is plain RoPE.
-    rope.pop("mrope_interleaved", None)
-    rope.pop("mrope_section", None)
-  elif partial not in (None, 1, 1.0):
-    raise SpecPilotError(
-      f"{name}: partial_rotary_factor {partial!r} is not supported for"
-      f" {family}"
-    )
-  if rope:
-    raise SpecPilotError(
-      f"{name}: unknown config field 'rope_parameters.{sorted(rope)[0]}'"
-    )
-  layer_types = config.get("layer_types")
-  if layer_types is None:
-    interval = config.get("full_attention_interval", 4)
-    layer_types = [
-      "full_attention"
-      if family != "qwen3_5" or (i + 1) % interval == 0
-      else "linear_attention"
-      for i in range(num_layers)
-    ]
-  if len(layer_types) != num_layers:
-    raise SpecPilotError(
-      f"{name}: layer_types has {len(layer_types)} entries,"
-      f" num_hidden_layers says {num_layers}"
-    )
-  for layer_type in layer_types:
-    if layer_type not in _LAYER_TYPES:
-      raise SpecPilotError(
-        f"{name}: layer type {layer_type!r} is not supported"
-      )
-  eos = config.get("eos_token_id")
-  eos_ids = () if eos is None else tuple(eos) if _is_list(eos) else (eos,)
-  hybrid = family == "qwen3_5"
-  gdn = {}
-  if hybrid:
-    gdn = dict(
-      gdn_num_key_heads=need("linear_num_key_heads"),
-      gdn_num_value_heads=need("linear_num_value_heads"),
-      gdn_key_head_dim=need("linear_key_head_dim"),
-      gdn_value_head_dim=need("linear_value_head_dim"),
-      gdn_conv_kernel=need("linear_conv_kernel_dim"),
-    )
-  return ModelConfig(
-    name=name,
-    family=family,
-    vocab_size=need("vocab_size"),
-    hidden_size=need("hidden_size"),
-    intermediate_size=need("intermediate_size"),
-    layer_types=tuple(_LAYER_TYPES[t] for t in layer_types),
-    num_heads=heads,
-    num_kv_heads=heads
-    if config.get("num_key_value_heads") is None
-    else need("num_key_value_heads"),
-    head_dim=head_dim,
-    rotary_dim=int(head_dim * (1.0 if partial is None else partial)),
-    rope_theta=float(theta),
-    norm_eps=float(need("rms_norm_eps", (int, float))),
-    tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-    context_length=need("max_position_embeddings"),
-    qk_norm=family != "llama",
-    attention_gate=hybrid,
-    zero_centered_norm=hybrid,
-    bos_token_id=config.get("bos_token_id"),
-    eos_token_ids=eos_ids,
-    **gdn,
-  )
-
-
-def _is_list(value) -> bool:
-  return isinstance(value, (list, tuple))
-
-
-def _refuse_unknown(config, known, name) -> None:
-  unknown = sorted(set(config) - set(known))
-  if unknown:
-    raise SpecPilotError(f"{name}: unknown config field {unknown[0]!r}")
 
 
 def _hybrid(name, *, layers, gdn_heads, **kwargs) -> ModelConfig:

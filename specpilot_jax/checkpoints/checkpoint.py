@@ -8,7 +8,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -131,7 +131,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def new_folder(target: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+def new_folder(target: str | os.PathLike[str]) -> Generator[pathlib.Path]:
   """A temporary folder that becomes `target` when the block succeeds.
 
   Raises:

@@ -19,6 +19,7 @@ import safetensors
 import safetensors.numpy
 
 from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.checkpoints.hf_config import from_hf, to_hf
 from specpilot_jax.checkpoints.layout import (
   EMBEDDING,
   LM_HEAD,
@@ -27,7 +28,7 @@ from specpilot_jax.checkpoints.layout import (
   layout,
   split,
 )
-from specpilot_jax.configs import GDN, ModelConfig
+from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -60,7 +61,7 @@ def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
   """
   folder = pathlib.Path(folder)
   name = folder.resolve().name
-  config = ModelConfig.from_hf(common.read_json(folder / CONFIG), name)
+  config = from_hf(common.read_json(folder / CONFIG), name)
   tokenizer = None
   if (folder / TOKENIZER_FILE).is_file():
     tokenizer = Tokenizer.from_hf_folder(folder)
@@ -137,11 +138,10 @@ class _Weights:
             f"{folder}: tensors {other!r} and {stored!r} are the same"
           )
         self._where[name] = (shard, file, stored)
-    for stored in index or ():
+    for stored, file in (index or {}).items():
       if stored not in seen:
         raise SpecPilotError(
-          f"{folder}/{index[stored]}: tensor {stored!r}, listed by {INDEX},"
-          " is missing"
+          f"{folder}/{file}: tensor {stored!r}, listed by {INDEX}, is missing"
         )
     self.notes = tuple(
       f"{count} {kind} tensors are not used"
@@ -258,75 +258,6 @@ def _text_name(stored: str) -> str:
   return stored
 
 
-def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-  """The `config.json` (text-only form) that `ModelConfig.from_hf` reads back.
-
-  `tokenizer_size` has no field there; it comes back with the tokenizer.
-
-  Args:
-    config: the model.
-    dtype: 'bfloat16', 'float16' or 'float32'.
-
-  Raises:
-    SpecPilotError: settings that the family's Hugging Face classes do not
-      have.
-  """
-  hybrid = config.family == "qwen3_5"
-  model_type, architecture = {
-    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "llama": ("llama", "LlamaForCausalLM"),
-  }[config.family]
-  rope = {"rope_theta": config.rope_theta, "rope_type": "default"}
-  if hybrid:
-    rope["partial_rotary_factor"] = config.rotary_dim / config.head_dim
-  eos = list(config.eos_token_ids)
-  fields: dict[str, Any] = {
-    "architectures": [architecture],
-    "attention_bias": False,
-    "bos_token_id": config.bos_token_id,
-    "dtype": dtype,
-    "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-    "head_dim": config.head_dim,
-    "hidden_act": "silu",
-    "hidden_size": config.hidden_size,
-    "intermediate_size": config.intermediate_size,
-    "max_position_embeddings": config.context_length,
-    "model_type": model_type,
-    "num_attention_heads": config.num_heads,
-    "num_hidden_layers": config.num_layers,
-    "num_key_value_heads": config.num_kv_heads,
-    "rms_norm_eps": config.norm_eps,
-    "rope_parameters": rope,
-    "tie_word_embeddings": config.tie_embeddings,
-    "vocab_size": config.vocab_size,
-  }
-  if config.family != "llama":
-    fields["layer_types"] = [
-      "linear_attention" if kind == GDN else "full_attention"
-      for kind in config.layer_types
-    ]
-  if hybrid:
-    fields |= {
-      "linear_conv_kernel_dim": config.gdn_conv_kernel,
-      "linear_key_head_dim": config.gdn_key_head_dim,
-      "linear_num_key_heads": config.gdn_num_key_heads,
-      "linear_num_value_heads": config.gdn_num_value_heads,
-      "linear_value_head_dim": config.gdn_value_head_dim,
-    }
-  back = ModelConfig.from_hf(fields, config.name)
-  for field in dataclasses.fields(config):
-    if field.name == "tokenizer_size":
-      continue
-    ours, theirs = (getattr(c, field.name) for c in (config, back))
-    if ours != theirs:
-      raise SpecPilotError(
-        f"{config.name}: {field.name}={ours!r} cannot be written as a"
-        f" {model_type} config (it would read as {theirs!r})"
-      )
-  return fields
-
-
 def save(
   folder: str | os.PathLike[str],
   config: ModelConfig,
@@ -381,9 +312,14 @@ def save(
   with common.new_folder(folder) as staging:
     for file, shard in zip(names, shards, strict=True):
       # transformers wants to know which framework's layout the rows have.
-      safetensors.numpy.save_file(
-        shard, staging / file, metadata={"format": "pt"}
-      )
+      try:
+        safetensors.numpy.save_file(
+          shard, staging / file, metadata={"format": "pt"}
+        )
+      except safetensors.SafetensorError as error:
+        raise SpecPilotError(
+          f"{folder}: cannot be written ({common.first_line(error)})"
+        ) from None
     if count > 1:
       weight_map = {
         tensor: file

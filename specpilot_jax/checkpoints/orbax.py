@@ -53,7 +53,8 @@ def save(folder: str | os.PathLike[str], checkpoint: common.Checkpoint) -> None:
       raise SpecPilotError(f"{config.name}: parameter {name!r} is missing")
     params[name] = np.asarray(checkpoint.params[name])
     common.check_weight(params[name], config.name, name, fused.shape)
-  files = {} if checkpoint.tokenizer is None else checkpoint.tokenizer.files
+  tokenizer = checkpoint.tokenizer
+  files = {} if tokenizer is None else tokenizer.files
   metadata = {
     "format": FORMAT,
     "version": VERSION,
@@ -71,9 +72,9 @@ def save(folder: str | os.PathLike[str], checkpoint: common.Checkpoint) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(staging / _PARAMS, params)
       checkpointer.wait_until_finished()
-    if files:
+    if tokenizer is not None:
       (staging / _TOKENIZER).mkdir()
-      checkpoint.tokenizer.save(staging / _TOKENIZER)
+      tokenizer.save(staging / _TOKENIZER)
     (staging / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
 
 
