@@ -1,0 +1,213 @@
+"""The registry of options: what may be set on a system, and what it means.
+
+Every field of `SystemConfig` has one `Option`. Command lines, search spaces,
+records and documentation are made from these; the default is read from
+`SystemConfig` itself, so that stock is defined in one place.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specpilot_jax.configs import ACCEPTANCE_RULES, SystemConfig
+from specpilot_jax.errors import SpecPilotError
+
+FACTORS = ("tau", "kernel", "overhead")
+"""Acceptance length, time of the kernels, time around the kernels."""
+
+EXACTNESS = {
+  "token": "the output is the target's own, token for token",
+  "distribution": "the output follows the target's law, but other draws of it",
+}
+
+DEPLOYMENTS = {
+  "drafter": "has a drafter",
+  "sampled": "temperature above 0",
+}
+
+Value = str | int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+  """A domain of named values."""
+
+  values: tuple[str, ...]
+
+  def __str__(self) -> str:
+    return "|".join(self.values)
+
+  def parse(self, text: str) -> Value:
+    if text not in self.values:
+      raise ValueError
+    return text
+
+  def format(self, value: Value) -> str:
+    return str(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Count:
+  """Whole numbers from `lowest` on, or a word that stands for None."""
+
+  lowest: int
+  none: str
+
+  def __str__(self) -> str:
+    return f"{self.none} or a whole number from {self.lowest}"
+
+  def parse(self, text: str) -> Value:
+    if text == self.none:
+      return None
+    # int() would take "1_0", " 3" and digits of other scripts too.
+    if not (text.isascii() and text.isdigit()) or int(text) < self.lowest:
+      raise ValueError
+    return int(text)
+
+  def format(self, value: Value) -> str:
+    return self.none if value is None else str(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+  """One thing that can be set on a system.
+
+  Attributes:
+    name: the field of `SystemConfig`.
+    summary: what it does, one line.
+    domain: the values that it takes.
+    factor: which part of the speed it acts on, of `FACTORS`.
+    exactness: what any value of it keeps, a key of `EXACTNESS`.
+    deployments: keys of `DEPLOYMENTS`; all must hold for it to do anything.
+    requires: `option=value` settings without which a value other than the
+      default is refused.
+    conflicts: `option=value` settings with which it is refused.
+  """
+
+  name: str
+  summary: str
+  domain: Choice | Count
+  factor: str
+  exactness: str
+  deployments: tuple[str, ...] = ()
+  requires: tuple[str, ...] = ()
+  conflicts: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    assert self.factor in FACTORS, self.factor
+    assert self.exactness in EXACTNESS, self.exactness
+    assert set(self.deployments) <= set(DEPLOYMENTS), self.deployments
+
+  @property
+  def default(self) -> Value:
+    """Stock's value."""
+    for field in dataclasses.fields(SystemConfig):
+      if field.name == self.name:
+        return field.default
+    raise AssertionError(f"SystemConfig has no field {self.name}")
+
+  def parse(self, text: str) -> Value:
+    """A value from its text; raises `SpecPilotError` naming the domain."""
+    try:
+      return self.domain.parse(text)
+    except ValueError:
+      raise SpecPilotError(
+        f"option {self.name}={text!r}: expected {self.domain}"
+      ) from None
+
+  def describe(self) -> str:
+    """One line of documentation."""
+    return (
+      f"{self.name}={self.domain} (stock: {self.domain.format(self.default)};"
+      f" acts on {self.factor}): {self.summary}"
+    )
+
+
+_ALL = (
+  Option(
+    name="acceptance",
+    summary="follow the target's own choice, or sample against the drafter",
+    domain=Choice(values=ACCEPTANCE_RULES),
+    factor="tau",
+    exactness="distribution",
+    deployments=("drafter", "sampled"),
+  ),
+  Option(
+    name="num_drafts",
+    summary="drafts verified per pass at most",
+    domain=Count(lowest=1, none="block"),
+    factor="tau",
+    exactness="token",
+    deployments=("drafter",),
+  ),
+)
+OPTIONS: Mapping[str, Option] = {option.name: option for option in _ALL}
+
+
+def parse_options(
+  text: str, options: Mapping[str, Option] | None = None
+) -> SystemConfig:
+  """A system from `option=value,option=value`; stock from an empty text.
+
+  Args:
+    text: assignments; spaces around them do not matter.
+    options: the registry; `OPTIONS` by default.
+
+  Raises:
+    SpecPilotError: unknown option, value outside the domain, an option set
+      twice, or a requirement or conflict; the line names option and domain.
+  """
+  options = OPTIONS if options is None else options
+  values: dict[str, Any] = {}
+  for part in filter(None, (p.strip() for p in text.split(","))):
+    name, equals, value = (p.strip() for p in part.partition("="))
+    if not equals:
+      raise SpecPilotError(f"{part!r} is not of the form option=value")
+    if name not in options:
+      raise SpecPilotError(
+        f"unknown option {name!r}; options: {', '.join(options)}"
+      )
+    if name in values:
+      raise SpecPilotError(f"option {name} is set twice")
+    values[name] = options[name].parse(value)
+  check_together(values, options)
+  return SystemConfig(**values)
+
+
+def check_together(
+  values: Mapping[str, Value], options: Mapping[str, Option]
+) -> None:
+  """Refuses settings that need others, or that exclude each other."""
+
+  def holds(setting: str) -> bool:
+    name, _, text = setting.partition("=")
+    option = options[name]
+    return values.get(name, option.default) == option.parse(text)
+
+  for name, value in values.items():
+    option = options[name]
+    if value == option.default:
+      continue
+    own = f"option {name}={option.domain.format(value)}"
+    for setting in option.requires:
+      if not holds(setting):
+        raise SpecPilotError(f"{own} requires {setting}")
+    for setting in option.conflicts:
+      if holds(setting):
+        raise SpecPilotError(f"{own} conflicts with {setting}")
+
+
+def assignments(
+  system: SystemConfig, *, only: Iterable[str] | None = None
+) -> dict[str, str]:
+  """A system as option name to text; `parse_options` reads it back."""
+  names = OPTIONS if only is None else only
+  return {
+    name: OPTIONS[name].domain.format(getattr(system, name)) for name in names
+  }
+
+
+def changed(system: SystemConfig) -> dict[str, str]:
+  """The options of a system that are not stock's."""
+  names = [n for n, o in OPTIONS.items() if getattr(system, n) != o.default]
+  return assignments(system, only=names)

@@ -1,0 +1,89 @@
+"""The registry: stock is its defaults, and nothing is left out."""
+
+import dataclasses
+from typing import Any
+
+from absl.testing import parameterized
+
+from specpilot_jax.configs import SystemConfig
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
+
+LAW = registry.Option(
+  name="acceptance",
+  summary="needs two drafts, and no blocks",
+  domain=registry.Choice(values=("match", "rejection")),
+  factor="tau",
+  exactness="distribution",
+  requires=("num_drafts=2",),
+)
+AGAINST = dataclasses.replace(LAW, requires=(), conflicts=("num_drafts=2",))
+
+
+class RegistryTest(parameterized.TestCase):
+  def test_stock_is_every_default(self):
+    defaults: dict[str, Any] = {
+      name: o.default for name, o in registry.OPTIONS.items()
+    }
+    assert SystemConfig(**defaults) == SystemConfig()
+
+  def test_every_field_has_an_option(self):
+    fields = [field.name for field in dataclasses.fields(SystemConfig)]
+    assert sorted(fields) == sorted(registry.OPTIONS)
+    assert all(name == o.name for name, o in registry.OPTIONS.items())
+
+  @parameterized.parameters(
+    ("", SystemConfig()),
+    (" , ", SystemConfig()),
+    ("num_drafts=5", SystemConfig(num_drafts=5)),
+    ("num_drafts=block", SystemConfig()),
+    (
+      " acceptance = rejection ,num_drafts=1",
+      SystemConfig(acceptance="rejection", num_drafts=1),
+    ),
+  )
+  def test_parses(self, text, expected):
+    system = registry.parse_options(text)
+    assert system == expected
+    written = registry.assignments(system)
+    joined = ",".join(f"{name}={value}" for name, value in written.items())
+    assert registry.parse_options(joined) == expected
+
+  @parameterized.parameters(
+    ("num_draft=5", "'num_draft'.*acceptance, num_drafts"),
+    ("num_drafts", "'num_drafts' is not of the form option=value"),
+    ("num_drafts=0", "num_drafts='0': expected block or .* from 1"),
+    ("num_drafts=-1", "num_drafts='-1'"),
+    ("num_drafts=1_0", "num_drafts='1_0'"),
+    ("num_drafts=٣", "num_drafts="),
+    ("num_drafts=", "num_drafts=''"),
+    ("acceptance=greedy", "acceptance='greedy': expected match|rejection"),
+    ("num_drafts=3,num_drafts=3", "num_drafts is set twice"),
+  )
+  def test_refuses(self, text, message):
+    with self.assertRaisesRegex(SpecPilotError, message) as caught:
+      registry.parse_options(text)
+    assert "\n" not in str(caught.exception)
+
+  def test_requires(self):
+    options = dict(registry.OPTIONS) | {"acceptance": LAW}
+    with self.assertRaisesRegex(SpecPilotError, "requires num_drafts=2"):
+      registry.parse_options("acceptance=rejection", options)
+    registry.parse_options("acceptance=rejection,num_drafts=2", options)
+    # The default needs nothing.
+    registry.parse_options("acceptance=match", options)
+
+  def test_conflicts(self):
+    options = dict(registry.OPTIONS) | {"acceptance": AGAINST}
+    registry.parse_options("acceptance=rejection", options)
+    with self.assertRaisesRegex(SpecPilotError, "conflicts with num_drafts=2"):
+      registry.parse_options("num_drafts=2,acceptance=rejection", options)
+
+  def test_changed(self):
+    assert registry.changed(SystemConfig()) == {}
+    assert registry.changed(SystemConfig(num_drafts=2)) == {"num_drafts": "2"}
+
+  def test_descriptions(self):
+    for option in registry.OPTIONS.values():
+      assert option.name in option.describe()
+      assert "\n" not in option.describe()
