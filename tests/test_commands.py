@@ -1,0 +1,138 @@
+"""The generate and score commands, run as a user runs them."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from specpilot_jax.checkpoints import hf
+from specpilot_jax.checkpoints import load_checkpoint
+from specpilot_jax.models import target as target_lib
+from tests.checkpoints import builders
+
+ROOT = Path(__file__).parents[1]
+BISECT = json.loads((ROOT / "tests/data/bisect.json").read_text())
+
+
+def run(module: str, *args: str, ok: bool = True) -> subprocess.CompletedProcess:
+  done = subprocess.run(
+    [sys.executable, "-m", module, *args],
+    cwd=ROOT,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  if ok:
+    assert done.returncode == 0, done.stderr
+  return done
+
+
+def last_json(done: subprocess.CompletedProcess) -> dict:
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+  """A folder of a hybrid with random weights and a byte-level tokenizer."""
+  folder = tmp_path_factory.mktemp("model") / "tiny"
+  config = builders.config("qwen3_5", context_length=256)
+  hf.save(
+    folder,
+    config,
+    target_lib.random_params(config, seed=3),
+    tokenizer_files=builders.tokenizer_files(),
+  )
+  return str(folder)
+
+
+def test_generate_is_the_same_with_and_without_drafts(tiny):
+  args = (f"--model={tiny}", "--prompt=the cat the cat", "--max_tokens=40",
+          "--temperature=0.7", "--seed=5", "--ignore_eos", "--json")  # fmt: skip
+  drafted = last_json(run("specpilot_jax.generate", *args))
+  plain = last_json(run("specpilot_jax.generate", *args, "--drafter=none"))
+  assert drafted["token_ids"] == plain["token_ids"]
+  assert drafted["finish_reason"] == "length"
+  assert len(drafted["token_ids"]) == 40
+  assert plain["acceptance_length"] == 1.0
+  assert set(drafted) == {
+    "prompt_ids",
+    "token_ids",
+    "text",
+    "finish_reason",
+    "acceptance_length",
+    "decode_tok_s",
+  }
+  ids = ",".join(map(str, drafted["prompt_ids"]))
+  by_ids = last_json(
+    run("specpilot_jax.generate", f"--prompt_ids={ids}", *args[:1], *args[2:])
+  )
+  assert by_ids["token_ids"] == drafted["token_ids"]
+
+
+def test_generate_streams_the_text(tiny):
+  args = (f"--model={tiny}", "--prompt=the mat", "--chat", "--max_tokens=24")
+  shown = run("specpilot_jax.generate", *args)
+  text = last_json(run("specpilot_jax.generate", *args, "--json"))["text"]
+  assert shown.stdout == text + "\n"
+  assert "tau" in shown.stderr and "tok/s" in shown.stderr
+
+
+@pytest.mark.parametrize(
+  ("module", "args", "message"),
+  [
+    ("generate", ("--prompt="), "prompt is empty"),
+    ("generate", ("--prompt_ids=1,300"), "token id 300 at index 1"),
+    ("generate", ("--prompt_ids=1,x"), "integers separated by commas"),
+    ("generate", ("--prompt_file=/nowhere"), "/nowhere"),
+    ("generate", ("--prompt=a --top_p=0"), "top_p"),
+    ("generate", ("--prompt=a --drafter=psychic"), "psychic"),
+    ("generate", ("--prompt=a --set=speed=11"), "speed"),
+    ("generate", ("--prompt=a --speed=11"), "speed"),
+    ("generate", ("--prompt=a --dtype=int8"), "dtype"),
+    ("generate", (""), "exactly one of"),
+    ("score", ("--token_ids=1"), "at least 2 tokens"),
+    ("score", ("--text_file=/nowhere"), "/nowhere"),
+  ],
+)
+def test_bad_input_is_one_line(tiny, module, args, message):
+  done = run(
+    f"specpilot_jax.{module}", f"--model={tiny}", *args.split(), ok=False
+  )
+  assert done.returncode == 2
+  assert done.stdout == ""
+  assert message in done.stderr
+  assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tiny):
+  ids = ",".join(["5"] * 256)
+  done = run(
+    "specpilot_jax.generate", f"--model={tiny}", f"--prompt_ids={ids}",
+    ok=False,
+  )  # fmt: skip
+  assert done.returncode == 2
+  assert "256 tokens leaves no room" in done.stderr
+
+
+def test_score_of_smollm2_on_source_code():
+  """The published value, which a wrong RoPE layout would miss by far."""
+  tokenizer = load_checkpoint("smollm2").tokenizer
+  text = tokenizer.decode(BISECT["token_ids"])
+  assert hashlib.sha256(text.encode()).hexdigest() == BISECT["text_sha256"]
+  assert tokenizer.encode(text) == BISECT["token_ids"]
+  ids = ",".join(map(str, BISECT["token_ids"]))
+  result = last_json(
+    run("specpilot_jax.score", "--model=smollm2", f"--token_ids={ids}", "--json")
+  )
+  assert result["logprobs"][0] is None
+  logprobs = np.array(result["logprobs"][1:])
+  np.testing.assert_allclose(result["mean_nll"], -logprobs.mean())
+  assert abs(result["mean_nll"] - 1.413) < 0.02
+
+
