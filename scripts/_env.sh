@@ -21,7 +21,8 @@ die() {
 }
 
 # Prints why an interpreter cannot be used, nothing where it can. A pyenv shim
-# of a version that is not selected exists but does not run.
+# of a version that is not selected exists but does not run. With a second
+# argument the environment is there already and need not be made.
 python_unfit() {
   "$1" -c '
 import sys, sysconfig
@@ -30,12 +31,12 @@ if sys.version_info < (3, 12):
   print(version + " is older than 3.12")
 elif sysconfig.get_config_var("Py_GIL_DISABLED"):
   print(version + " is a free-threaded build")
-else:
+elif len(sys.argv) == 1:
   try:
     import ensurepip, venv
   except ImportError:
     print(version + " lacks the venv module (Debian: python3-venv)")
-' 2>/dev/null || echo "it does not run"
+' ${2+"$2"} 2>/dev/null || echo "it does not run"
 }
 
 # Sets BASE_PYTHON to an interpreter, or to nothing where only uv can help.
@@ -73,16 +74,26 @@ find_python() {
   done
 }
 
-# Whether .venv exists and works. One that uv made has no pip; it gets one.
+# uv makes environments without pip.
+give_pip() {
+  {
+    "$VENV_PYTHON" -m pip --version || "$VENV_PYTHON" -m ensurepip ||
+      uv pip install --python "$VENV_PYTHON" pip
+  } >/dev/null 2>&1
+}
+
+# Whether .venv exists and works.
 venv_works() {
-  [ ! -e "$VENV_UNFINISHED" ] && "$VENV_PYTHON" -c '' 2>/dev/null &&
-    { "$VENV_PYTHON" -m pip --version || "$VENV_PYTHON" -m ensurepip; } \
-      >/dev/null 2>&1
+  [ ! -e "$VENV_UNFINISHED" ] && "$VENV_PYTHON" -c '' 2>/dev/null && give_pip
 }
 
 make_venv() {
   local log
   find_python
+  if [ -z "$BASE_PYTHON" ] && ! command -v uv >/dev/null 2>&1; then
+    die "Python 3.12 or newer is needed, or uv; set PYTHON=/path/to/python" \
+      "(found ${UNFIT:-no Python})"
+  fi
   mkdir -p "$VENV" 2>/dev/null || die "cannot write to $ROOT"
   : >"$VENV_UNFINISHED" || die "cannot write to $VENV"
   # Not --clear: it would take the marker away first. What an interrupted run
@@ -93,17 +104,17 @@ make_venv() {
     say "creating .venv with $BASE_PYTHON"
     log="$("$BASE_PYTHON" -m venv "$VENV" 2>&1)" ||
       die "$BASE_PYTHON -m venv failed: $(tail -n 1 <<<"$log")"
-  elif command -v uv >/dev/null 2>&1; then
-    say "creating .venv with uv"
-    log="$(cd "$ROOT" && uv venv --quiet --seed --allow-existing \
-      --python '>=3.12,<3.15' "$VENV" 2>&1)" ||
-      die "no Python >= 3.12 here, and uv got none: $(tail -n 1 <<<"$log")"
   else
-    die "Python 3.12 or newer is needed, or uv; set PYTHON=/path/to/python" \
-      "(found ${UNFIT:-no Python})"
+    say "creating .venv with uv"
+    # Any that it knows of; failing that, it downloads a 3.12.
+    uv venv --quiet --no-project --allow-existing --no-python-downloads \
+      --python '>=3.12,<3.15' "$VENV" >/dev/null 2>&1 ||
+      log="$(uv venv --quiet --no-project --allow-existing \
+        --python 3.12 "$VENV" 2>&1)" ||
+      die "no Python >= 3.12 here (found ${UNFIT:-none}), and uv got none:" \
+        "$(tr -s ' \n' ' ' <<<"$log" | cut -c 1-200)"
   fi
-  "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 ||
-    die "the new $VENV has no working pip"
+  give_pip || die "no pip could be installed into $VENV"
 }
 
 # What an installation depends on. The path counts: the project is installed
@@ -151,8 +162,8 @@ setup_venv() {
     make_venv
   fi
   local reason
-  reason="$(python_unfit "$VENV_PYTHON")"
-  [ -z "$reason" ] || die "$VENV: $reason; remove it and run again"
+  reason="$(python_unfit "$VENV_PYTHON" made)"
+  [ -z "$reason" ] || die "$VENV: Python $reason; remove it and run again"
   # dev holds everything that gguf holds.
   if ! is_installed "$extra" && ! is_installed dev; then
     install_project "$extra"
