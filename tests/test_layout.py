@@ -136,20 +136,29 @@ def mechanisms_in_engine(root: Path) -> list[str]:
 
 
 def flags_in_libraries(root: Path) -> list[str]:
-  """Flags that are defined or read outside modules that are run."""
+  """Flags that are defined or read outside modules that are run.
+
+  Parsing a command line, `flags.FLAGS(argv)`, is neither.
+  """
   found = []
   for module in read_modules(root):
     if module.is_entry:
       continue
     for node in ast.walk(module.tree):
-      name = ""
+      names: list[str] = []
       if isinstance(node, ast.Attribute):
-        name = node.attr
-      elif isinstance(node, ast.ImportFrom) and node.module == "absl.flags":
-        name = " ".join(alias.name for alias in node.names)
-      if re.search(r"\bDEFINE_\w+|\bFLAGS\b", name):
-        found.append(f"{module.name}:{getattr(node, 'lineno', 0)} {name}")
-  return sorted(found)
+        names = [node.attr]
+      elif isinstance(node, ast.ImportFrom):
+        names = [alias.name for alias in node.names]
+      defines = any(name.startswith("DEFINE_") for name in names)
+      reads = (
+        isinstance(node, ast.Attribute | ast.Subscript)
+        and ast.unparse(node.value).rpartition(".")[2] == "FLAGS"
+      )
+      if defines or reads:
+        line = getattr(node, "lineno", 0)
+        found.append(f"{module.name}:{line} {ast.unparse(node)}")
+  return sorted(set(found))
 
 
 def missing_docstrings(root: Path) -> list[str]:
@@ -216,6 +225,9 @@ def sound(tmp_path) -> Path:
     "specpilot_jax/decoding/engine.py": "from ..models import target\n",
     "specpilot_jax/mechanisms/__init__.py": "",
     "specpilot_jax/mechanisms/w12.py": "from ..decoding import engine\n",
+    "specpilot_jax/cli.py": (
+      "from absl import flags\ndef run(argv):\n  return flags.FLAGS(argv)\n"
+    ),
     "specpilot_jax/generate.py": (
       "from absl import flags\n"
       "_MODEL = flags.DEFINE_string('model', '', '')\n"
@@ -302,6 +314,11 @@ WRONG = (
     flags_in_libraries,
     "specpilot_jax/decoding/engine.py",
     "from absl import flags\ndef f():\n  return flags.FLAGS.model",
+  ),
+  (
+    flags_in_libraries,
+    "specpilot_jax/cli.py",
+    "from absl.flags import FLAGS\ndef f():\n  return FLAGS['model']",
   ),
   (unfinished, "memory/store.py", "def f():\n  raise NotImplementedError"),
   (unfinished, "memory/store.py", "# TODO: all of it"),
