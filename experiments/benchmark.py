@@ -1,0 +1,493 @@
+"""The jobs `benchmark` and `token_force`.
+
+A benchmark decodes every prompt with every system, in an order that turns
+around from prompt to prompt (A B, B A), so that drift of the machine does not
+favour one. Each system is compiled and warmed up first; nothing may be
+compiled while requests are timed. Stock then scores the outputs.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import (
+  environment,
+  forcing,
+  metrics,
+  prompts,
+  report,
+  results,
+)
+from experiments.console import Progress, number, say, table
+from experiments.settings import AR, Settings
+from specpilot_jax import compilation, loading
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.request import RequestOutput
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
+
+_WARM_UP_TOKENS = 16
+
+
+@dataclasses.dataclass
+class _Clock:
+  """Wall time of the parts of a run, and its limit."""
+
+  limit_s: float | None
+  started: float = dataclasses.field(default_factory=time.monotonic)
+  parts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    self._mark = self.started
+
+  def lap(self, name: str) -> None:
+    now = time.monotonic()
+    self.parts[name] = round(now - self._mark, 3)
+    self._mark = now
+
+  @property
+  def deadline(self) -> float:
+    return math.inf if self.limit_s is None else self.started + self.limit_s
+
+
+def run(settings: Settings) -> int:
+  """Runs a benchmark; returns the exit status.
+
+  Returns:
+    0, or 1 where something was compiled in the timed region or token forcing
+    failed (the results are written all the same).
+
+  Raises:
+    SpecPilotError: bad input; nothing was written.
+  """
+  clock = _Clock(settings.max_wall_s)
+  if settings.output_dir is not None:
+    results.check_output_dir(settings.output_dir)
+  drafter = loading.make_drafter(settings.drafter)
+  loading.prepare_jax(settings.dtype)
+  model = loading.load_target(settings.target, settings.dtype)
+  requests = _load_prompts(settings, model)
+  longest = max(len(p.token_ids or ()) for p in requests)
+  room = _sequence_room(model, longest, settings.sampling.max_tokens)
+
+  def engine(drafter, name: str) -> Engine:
+    return Engine(
+      model.target,
+      drafter=drafter,
+      tokenizer=model.tokenizer,
+      system=settings.system(name),
+      max_seq_len=room,
+      prefill_chunk=settings.prefill_chunk,
+    )
+
+  engines = {
+    name: engine(None if name == AR else drafter, name)
+    for name in settings.systems
+  }
+  # A damaged calibration file is told now, not after the measurement.
+  store = forcing.calibration(
+    model,
+    settings.prefill_chunk,
+    greedy=settings.sampling.temperature == 0,
+  )
+  env = environment.describe(settings.flags, str(model.target.dtype))
+  result = results.empty_result("benchmark")
+  result["environment"] = env
+  result["deployment"] = _deployment(settings, model, env, room)
+  result["sampling"] = dataclasses.asdict(settings.sampling)
+  result["prompts"] = {
+    "sets": list(settings.prompt_sets),
+    "split": settings.split,
+    "chat": requests[0].chat,
+    "requests": len(requests),
+    "longest_tokens": longest,
+  }
+  folder = results.RunFolder(
+    settings.output_dir or _default_folder(result["deployment"]["name"])
+  )
+  _announce(settings, model, env, requests)
+  say(f"results: {folder.path}")
+  folder.event("run_started", job="benchmark", environment=env)
+  try:
+    clock.lap("load")
+    result["compilation"] = _warm_up(settings, engines, requests, folder)
+    clock.lap("warm_up")
+    before = compilation.num_compilations()
+    records, stopped = _measure(
+      settings, engines, requests, folder, environment.run_label(env), clock
+    )
+    result["recompiles"] = compilation.num_compilations() - before
+    result["stopped_early"] = stopped
+    clock.lap("measure")
+    result["systems"] = {
+      name: metrics.summarize(members, records.get(AR, ()))
+      | {"options": registry.assignments(settings.system(name))}
+      for name, members in records.items()
+      if members
+    }
+    if settings.token_forcing:
+      result["token_forcing"] = _force(
+        Engine(
+          model.target,
+          tokenizer=model.tokenizer,
+          max_seq_len=room,
+          prefill_chunk=settings.prefill_chunk,
+        ),
+        store,
+        records,
+        settings,
+        clock,
+        keep=True,
+      )
+      clock.lap("token_forcing")
+    result["notes"] = _notes(result, model)
+    return _finish(folder, result, records, clock)
+  except BaseException as e:
+    folder.event("run_failed", error=f"{type(e).__name__}: {e}")
+    raise
+  finally:
+    folder.close()
+
+
+def token_force(settings: Settings) -> int:
+  """Judges recorded requests; returns the exit status, 1 for a failure.
+
+  The controls of earlier benchmarks are used. Those in the file count in this
+  run alone: they were not decoded here.
+  """
+  clock = _Clock(settings.max_wall_s)
+  if settings.requests is None:
+    raise SpecPilotError(
+      "token_force needs --requests=PATH (requests.jsonl or its folder)"
+    )
+  if settings.output_dir is not None:
+    results.check_output_dir(settings.output_dir)
+  recorded = results.read_requests(settings.requests)
+  if not recorded:
+    raise SpecPilotError(f"{settings.requests} holds no requests")
+  samplings = [forcing.sampling_of(r) for r in recorded]
+  greedy = {s.temperature == 0 for s in samplings}
+  if len(greedy) > 1:
+    raise SpecPilotError(
+      f"{settings.requests} mixes greedy and sampled requests; each has its"
+      " own calibration"
+    )
+  dtype = settings.dtype or recorded[0].get("run", {}).get("dtype")
+  loading.prepare_jax(dtype)
+  model = loading.load_target(settings.target, dtype)
+  lengths = [len(r["prompt_ids"]) + len(r["output_ids"]) for r in recorded]
+  room = _sequence_room(model, max(lengths), 0)
+  engine = Engine(
+    model.target, max_seq_len=room, prefill_chunk=settings.prefill_chunk
+  )
+  for record in recorded:
+    where = f"{settings.requests}: request {record['request']}"
+    engine.check_ids(record["prompt_ids"], f"{where} prompt")
+    engine.check_ids(record["output_ids"], f"{where} output")
+    if len(record["prompt_ids"]) + len(record["output_ids"]) > room:
+      raise SpecPilotError(f"{where}: longer than the context of {room}")
+  store = forcing.calibration(
+    model, settings.prefill_chunk, greedy=greedy.pop()
+  )
+  records: dict[str, list[Mapping[str, Any]]] = {}
+  for record in recorded:
+    records.setdefault(record["system"], []).append(record)
+  env = environment.describe(settings.flags, str(model.target.dtype))
+  result = results.empty_result("token_force")
+  result["environment"] = env
+  result["deployment"] = _deployment(settings, model, env, room)
+  result["sampling"] = dict(recorded[0]["sampling"])
+  result["prompts"] = {
+    "sets": [str(settings.requests)],
+    "requests": len({r["request"] for r in recorded}),
+  }
+  folder = results.RunFolder(
+    settings.output_dir or _default_folder(result["deployment"]["name"])
+  )
+  say(
+    f"token_force: {settings.requests}: {len(recorded)} outputs of"
+    f" {', '.join(records)}, scored by {model.config.name} in"
+    f" {model.target.dtype} on {env['device_kind']}"
+  )
+  folder.event("run_started", job="token_force", environment=env)
+  try:
+    clock.lap("load")
+    result["token_forcing"] = _force(
+      engine, store, records, settings, clock, keep=False
+    )
+    clock.lap("token_forcing")
+    if not result["token_forcing"]:
+      result["notes"].append(
+        "only autoregressive outputs were recorded: there is nothing to judge"
+      )
+    return _finish(folder, result, {}, clock)
+  except BaseException as e:
+    folder.event("run_failed", error=f"{type(e).__name__}: {e}")
+    raise
+  finally:
+    folder.close()
+
+
+def _load_prompts(settings: Settings, model) -> list[prompts.Prompt]:
+  if model.tokenizer is None:
+    raise SpecPilotError(f"{settings.target} has no tokenizer to read prompts")
+  loaded: list[prompts.Prompt] = []
+  for name in settings.prompt_sets:
+    default = "dev" if name in prompts.PROMPT_SETS else "all"
+    loaded += prompts.load_prompts(
+      name,
+      model.tokenizer,
+      settings.num_prompts,
+      split=settings.split or default,
+      chat=settings.chat,
+    )
+  seen: set[str] = set()
+  limit = model.config.context_length
+  for prompt in loaded:
+    if prompt.id in seen:
+      raise SpecPilotError(f"two prompts have the id {prompt.id!r}")
+    seen.add(prompt.id)
+    size = len(prompt.token_ids or ())
+    if not 0 < size < limit:
+      raise SpecPilotError(
+        f"prompt {prompt.id} has {size} tokens, expected 1 to {limit - 1}"
+        f" (the context of {model.config.name} is {limit})"
+      )
+  return loaded
+
+
+def _sequence_room(model, prompt: int, output: int) -> int:
+  """Tokens to reserve memory for: a multiple of 64, within the context.
+
+  On a CPU the time of a pass grows with it, so it follows the prompts.
+  """
+  room = -(-(prompt + output) // 64) * 64
+  return min(model.config.context_length, room)
+
+
+def _deployment(settings, model, env, room: int) -> dict[str, Any]:
+  dtype = str(model.target.dtype)
+  parts = (model.config.name, dtype, env["platform"], settings.drafter)
+  return {
+    "name": "-".join(p.replace("/", "_") for p in parts),
+    "target": model.config.name,
+    "drafter": settings.drafter,
+    "weights": "; ".join([dtype, *model.notes]),
+    "weights_sha256": dict(model.sha256),
+    "device": env["device_kind"],
+    "dtype": dtype,
+    "widened": False,
+    "batch": 1,
+    "max_seq_len": room,
+    "prefill_chunk": settings.prefill_chunk,
+  }
+
+
+def _default_folder(deployment: str) -> Path:
+  stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{deployment}"
+  path, again = Path("runs") / stem, 1
+  while path.exists():
+    again += 1
+    path = Path("runs") / f"{stem}-{again}"
+  results.check_output_dir(path)
+  return path
+
+
+def _announce(settings: Settings, model, env, requests) -> None:
+  s = settings.sampling
+  law = "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}"
+  say(
+    f"benchmark: {model.config.name} in {model.target.dtype} on"
+    f" {env['device_kind']} ({env['platform']}, {env['cores']} cores), drafter"
+    f" {settings.drafter}"
+  )
+  for note in model.notes:
+    say(f"weights: {note}")
+  say(
+    f"prompts: {len(requests)} of {', '.join(settings.prompt_sets)}, {law}, at"
+    f" most {s.max_tokens} tokens each; systems side by side:"
+    f" {', '.join(settings.systems)}"
+  )
+
+
+def _warm_up(settings, engines, requests, folder) -> dict[str, Any]:
+  """Compiles and warms up each system; what it took, by system."""
+  out = {}
+  for name, engine in engines.items():
+    before, started = compilation.num_compilations(), time.monotonic()
+    engine.warm_up(settings.sampling)
+    compile_s = time.monotonic() - started
+    sampling = dataclasses.replace(
+      settings.sampling,
+      max_tokens=min(_WARM_UP_TOKENS, settings.sampling.max_tokens),
+    )
+    for i in range(settings.num_warmups):
+      engine.generate(requests[i % len(requests)].token_ids, sampling)
+    out[name] = {
+      "compile_s": round(compile_s, 3),
+      "executables": compilation.num_compilations() - before,
+      "warm_up_s": round(time.monotonic() - started - compile_s, 3),
+    }
+    folder.event("warmed_up", system=name, **out[name])
+    say(f"compiled {name} in {compile_s:.1f} s (not part of any figure)")
+  return out
+
+
+def _measure(settings, engines, requests, folder, label, clock):
+  """Decodes all prompts; returns the records by system, and if time ran out."""
+  records: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+  total = len(engines) * len(requests)
+  with Progress("decode", total) as progress:
+    for index, prompt in enumerate(requests):
+      if time.monotonic() > clock.deadline:
+        folder.event("time_limit", requests_done=index)
+        return records, True
+      sampling = dataclasses.replace(
+        settings.sampling, seed=(settings.sampling.seed + index) % 2**32
+      )
+      order = list(engines)[:: -1 if index % 2 else 1]
+      for place, name in enumerate(order):
+        output, itl_ms = _decode(engines[name], prompt.token_ids, sampling)
+        record = {
+          "request": prompt.id,
+          "system": name,
+          "domain": prompt.domain,
+          "place": place,
+          **_record(output, itl_ms),
+          "sampling": dataclasses.asdict(sampling),
+          "options": registry.assignments(settings.system(name)),
+          "target": settings.target,
+          "drafter": "none" if name == AR else settings.drafter,
+          "run": label,
+        }
+        metrics.check_identity(results.to_json(record))
+        records[name].append(results.to_json(record))
+        folder.request(record)
+        folder.event("request", request=prompt.id, system=name)
+        m = output.metrics
+        progress.advance(
+          f"{prompt.id} {name}: {m.output_tokens} tokens,"
+          f" {1e3 * m.output_tokens / m.e2e_ms:.1f} tok/s, tau"
+          f" {m.acceptance_length:.2f}, {output.finish_reason}"
+        )
+  return records, False
+
+
+def _decode(
+  engine: Engine, prompt_ids: Sequence[int], sampling: SamplingParams
+) -> tuple[RequestOutput, list[float]]:
+  """One timed request, and the gaps between its chunks in ms."""
+  times, output = [], None
+  for chunk in engine.stream(prompt_ids, sampling):
+    times.append(time.perf_counter())
+    output = chunk.output
+  assert output is not None
+  gaps = [1e3 * (b - a) for a, b in zip(times[:-1], times[1:], strict=True)]
+  return output, gaps
+
+
+def _record(output: RequestOutput, itl_ms: list[float]) -> dict[str, Any]:
+  m = output.metrics
+  return {
+    "prompt_ids": output.prompt_ids,
+    "output_ids": output.token_ids,
+    "text": output.text,
+    "finish_reason": output.finish_reason,
+    "stop_reason": output.stop_reason,
+    "metrics": {
+      "ttft_ms": m.ttft_ms,
+      "tpot_ms": m.tpot_ms,
+      "e2el_ms": m.e2e_ms,
+      "itl_ms": itl_ms,
+      "acceptance_length": m.acceptance_length,
+      "num_spec_steps": m.num_steps,
+      "num_draft_tokens": sum(m.drafted_per_step),
+      "num_accepted_draft_tokens": sum(m.accepted_per_step),
+      "emitted_per_step": m.emitted_per_step,
+      "drafted_per_step": m.drafted_per_step,
+      "accepted_per_step": m.accepted_per_step,
+      "cut_steps": m.cut_steps,
+    },
+  }
+
+
+def _force(engine, store, records, settings, clock, *, keep: bool):
+  total = forcing.num_outputs(records)
+  with Progress("force", total) as progress:
+    return forcing.Forcing(
+      engine=engine,
+      store=store,
+      dtype=str(engine.dtype),
+      min_tokens=forcing.min_control_tokens(settings.min_control_tokens),
+      keep=keep,
+      deadline=clock.deadline,
+      progress=progress.advance,
+    ).judge_all(records)
+
+
+def _notes(result, model) -> list[str]:
+  notes = list(model.notes)
+  if result["stopped_early"]:
+    notes.append("the time limit ended the run before all prompts were decoded")
+  if result["recompiles"]:
+    notes.append(
+      f"{result['recompiles']} executables were compiled while requests were"
+      " timed: the figures are not valid"
+    )
+  for name, system in result["systems"].items():
+    if name != AR and not system["acceptance"]["drafted_tokens"]:
+      notes.append(f"{name} never had a draft: it decoded one token per pass")
+  return notes
+
+
+def _finish(folder, result, records, clock) -> int:
+  """Writes result and report, prints the last lines, returns the status."""
+  result["timing_s"] = clock.parts | {
+    "total": round(time.monotonic() - clock.started, 3)
+  }
+  result = results.to_json(result)
+  folder.result(result)
+  written = report.write(folder.path, result, records)
+  folder.event("run_finished", timing_s=result["timing_s"])
+  say()
+  if result["systems"]:
+    say(summary_table(result["systems"]))
+  failed = bool(result["recompiles"])
+  for note in result["notes"]:
+    say(f"note: {note}")
+  for name, verdict in result["token_forcing"].items():
+    say(forcing.describe_verdict(name, verdict))
+    failed |= verdict["verdict"] == "fail"
+  if not result["token_forcing"] and result["job"] == "benchmark":
+    say("token forcing: nothing was judged")
+  parts = ", ".join(f"{k} {v:.0f}" for k, v in result["timing_s"].items())
+  say(f"seconds: {parts}")
+  say(f"report: {written}")
+  return 1 if failed else 0
+
+
+def summary_table(systems: Mapping[str, Any]) -> str:
+  """The systems side by side."""
+  header = (
+    "system", "tok/s", "speedup", "tau", "TTFT ms", "TPOT ms", "requests",
+    "tokens", "same as ar",
+  )  # fmt: skip
+  rows = [
+    (
+      name,
+      number(s["output_throughput"], 1),
+      number(s["speedup_vs_ar"], 2, "x"),
+      number(s["acceptance_length"]),
+      number(s["mean_ttft_ms"], 0),
+      number(s["mean_tpot_ms"], 1),
+      str(s["requests"]),
+      str(s["output_tokens"]),
+      "-" if s["same_output_as_ar"] is None else str(s["same_output_as_ar"]),
+    )
+    for name, s in systems.items()
+  ]
+  return table(header, rows)

@@ -1,0 +1,172 @@
+"""Runs an experiment.
+
+    python -m experiments.main --flagfile=cpu_smoke.flags
+    python -m experiments.main --target=PATH --prompts=my.jsonl
+    python -m experiments.main --job=token_force --target=PATH --requests=RUN
+    python -m experiments.main --job=report --output_dir=RUN
+
+A flag file named without a folder is looked for in the working directory, then
+in experiments/flags/. Exit status: 0, 1 where token forcing failed or a
+measurement is not valid, 2 for bad input.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from experiments import benchmark, prompts, report, settings
+from experiments.metrics import MeasurementError
+from specpilot_jax import cli, loading
+from specpilot_jax.configs import DTYPES
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
+
+JOBS = ("benchmark", "token_force", "report")
+
+_JOB = flags.DEFINE_enum(
+  "job", "benchmark", JOBS, "benchmark: systems side by side. token_force:"
+  " judge recorded requests. report: write a run's report again.",
+)  # fmt: skip
+_OUTPUT_DIR = flags.DEFINE_string(
+  "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."
+)
+_TARGET = flags.DEFINE_string(
+  "target", None, "smollm2, a Hugging Face folder, a .gguf file or an Orbax"
+  " folder.",
+)  # fmt: skip
+_DRAFTER = flags.DEFINE_string(
+  "drafter", "prompt_lookup", f"One of {', '.join(loading.DRAFTERS)}."
+)
+_SET = flags.DEFINE_string(
+  "set", "", "Options of the system `candidate`, option=value,option=value: "
+  + "; ".join(option.describe() for option in registry.OPTIONS.values()),
+)  # fmt: skip
+_SYSTEMS = flags.DEFINE_list(
+  "systems", None, "Of ar, stock, candidate; by default ar, stock where there"
+  " is a drafter and candidate where --set says something.",
+)  # fmt: skip
+_PROMPTS = flags.DEFINE_list(
+  "prompts", ["HumanEval-164"], f"Of {', '.join(prompts.PROMPT_SETS)}, or"
+  " paths that end in .txt or .jsonl.",
+)  # fmt: skip
+_NUM_PROMPTS = flags.DEFINE_integer(
+  "num_prompts", None, "At most so many of each set, the first ones."
+)
+_SPLIT = flags.DEFINE_enum(
+  "split", None, prompts.SPLITS, "Part of the sets; dev by default."
+)
+_CHAT = flags.DEFINE_boolean(
+  "chat", None, "Chat template on or off; by default the set's own way."
+)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Output tokens at most.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus probability.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k best; 0 keeps all.")
+_SEED = flags.DEFINE_integer("seed", 0, "Request i draws with seed + i.")
+_IGNORE_EOS = flags.DEFINE_boolean(
+  "ignore_eos", False, "Do not end at end-of-sequence ids nor on loops."
+)
+_DTYPE = flags.DEFINE_enum(
+  "dtype", None, DTYPES, "bfloat16 on an accelerator, float32 on a CPU."
+)
+_PREFILL_CHUNK = flags.DEFINE_integer(
+  "prefill_chunk", 64, "Tokens per pass in prefill and in scoring."
+)
+_NUM_WARMUPS = flags.DEFINE_integer(
+  "num_warmups", 1, "Requests per system before the measured ones."
+)
+_TOKEN_FORCING = flags.DEFINE_boolean(
+  "token_forcing", True, "Stock scores every output after the measurement."
+)
+_MIN_CONTROL_TOKENS = flags.DEFINE_integer(
+  "min_control_tokens", None, "Control tokens that a verdict needs; 5000 on a"
+  " CPU, else 20000.",
+)  # fmt: skip
+_REQUESTS = flags.DEFINE_string(
+  "requests", None, "requests.jsonl or its folder, for --job=token_force."
+)
+_MAX_WALL_S = flags.DEFINE_float(
+  "max_wall_s", None, "No request and no scoring starts later than this."
+)
+
+
+def _settings() -> settings.Settings:
+  if _TARGET.value is None:
+    raise SpecPilotError(
+      "--target is missing (a name or a path), or take a flag file:"
+      " --flagfile=cpu_smoke.flags"
+    )
+  options = registry.parse_options(_SET.value) if _SET.value else None
+  systems = _SYSTEMS.value
+  if systems is None:
+    systems = settings.default_systems(_DRAFTER.value, options)
+  return settings.Settings(
+    target=_TARGET.value,
+    drafter=_DRAFTER.value,
+    systems=tuple(systems),
+    options=options,
+    prompt_sets=tuple(_PROMPTS.value),
+    num_prompts=_NUM_PROMPTS.value,
+    split=_SPLIT.value,
+    chat=_CHAT.value,
+    sampling=SamplingParams(
+      temperature=_TEMPERATURE.value,
+      top_k=_TOP_K.value,
+      top_p=_TOP_P.value,
+      seed=_SEED.value,
+      max_tokens=_MAX_TOKENS.value,
+      ignore_eos=_IGNORE_EOS.value,
+    ),
+    dtype=_DTYPE.value,
+    prefill_chunk=_PREFILL_CHUNK.value,
+    num_warmups=_NUM_WARMUPS.value,
+    token_forcing=_TOKEN_FORCING.value,
+    min_control_tokens=_MIN_CONTROL_TOKENS.value,
+    max_wall_s=_MAX_WALL_S.value,
+    output_dir=_path(_OUTPUT_DIR.value),
+    requests=_path(_REQUESTS.value),
+    flags=_flag_values(),
+  )
+
+
+def _path(text: str | None) -> Path | None:
+  return None if text is None else Path(text)
+
+
+def _flag_values() -> dict[str, str]:
+  """Every flag of this file as text, for the record."""
+  module = flags.FLAGS.find_module_defining_flag(_JOB.name) or ""
+  own = flags.FLAGS.flags_by_module_dict()[module]
+  return {flag.name: str(flag.value) for flag in own if flag.value is not None}
+
+
+def main() -> None:
+  """Runs the job that the parsed flags describe."""
+  if _JOB.value == "report":
+    if _OUTPUT_DIR.value is None:
+      raise SpecPilotError("report needs --output_dir=RUN, a finished run")
+    print(f"report: {report.rewrite(Path(_OUTPUT_DIR.value))}")
+    return
+  job = benchmark.run if _JOB.value == "benchmark" else benchmark.token_force
+  try:
+    status = job(_settings())
+  except MeasurementError as e:
+    print(f"error: {e}", file=sys.stderr)
+    status = 1
+  if status:
+    sys.exit(status)
+
+
+def run(argv: list[str]) -> None:
+  """Parses a command line, program name first, and runs it; may exit."""
+  try:
+    argv = settings.expand_flag_files(argv)
+  except (SpecPilotError, OSError) as e:
+    cli.fail(e)
+  cli.run(main, argv)
+
+
+if __name__ == "__main__":
+  run(sys.argv)

@@ -1,0 +1,408 @@
+"""report.html and report.md, made from result.json and requests.jsonl.
+
+The HTML is one file: plots are inside it, and it refers to nothing outside.
+"""
+
+import base64
+import dataclasses
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import forcing, plots, results
+from experiments.console import number
+from experiments.settings import AR
+
+HTML, MARKDOWN = "report.html", "report.md"
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;
+padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}
+th,td{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:right}
+th:first-child,td:first-child{text-align:left}
+.left th,.left td{text-align:left;overflow-wrap:anywhere}
+h2{margin-top:2em;border-bottom:2px solid #eee}
+img{max-width:100%}
+.pass{color:#00703c}.fail{color:#b00020}.inconclusive{color:#8a5a00}
+.verdict{font-size:1.1em;font-weight:600}
+"""
+
+_DEFINITIONS = (
+  "tau: tokens emitted per verify pass, bonus token included; pooled divides"
+  " totals, per request is the mean over requests.",
+  "tok/s: output tokens over the time from request to last token, prefill"
+  " included. Decode tok/s leaves out the first token and the time to it.",
+  "TTFT: to the first token. TPOT: (end - TTFT) / (tokens - 1). ITL: gap"
+  " between chunks, one chunk per verify pass.",
+  "Unconditional rate of a position: passes that accepted it over all passes;"
+  " tau = 1 + their sum over passes that no stop cut (checked). Conditional:"
+  " over the passes that accepted the position before and drafted this one.",
+  "Requests are decoded one at a time, by every system in turn; the order turns"
+  " around from prompt to prompt.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heading:
+  """A section's title."""
+
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+  """A paragraph; `kind` is a class of the style sheet."""
+
+  text: str
+  kind: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Rows of text; `left` aligns all columns left."""
+
+  header: tuple[str, ...]
+  rows: tuple[tuple[str, ...], ...]
+  left: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+  """A picture, PNG, and what it shows."""
+
+  caption: str
+  png: bytes
+
+
+Block = Heading | Text | Table | Plot
+
+
+def write(
+  folder: Path,
+  result: Mapping[str, Any],
+  records: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> Path:
+  """Writes both reports; returns the path of the HTML.
+
+  Args:
+    folder: of the run.
+    result: result.json.
+    records: requests by system.
+  """
+  title = f"{result['deployment']['name']}: {result['job']}"
+  blocks = _blocks(result, records)
+  results.write_whole(folder / MARKDOWN, _markdown(title, blocks))
+  results.write_whole(folder / HTML, _html(title, blocks))
+  return folder / HTML
+
+
+def rewrite(folder: Path) -> Path:
+  """Writes the reports of a finished run again, from its files."""
+  result = results.read_result(folder)
+  records: dict[str, list[Mapping[str, Any]]] = {}
+  if result["systems"]:
+    for record in results.read_requests(folder):
+      records.setdefault(record["system"], []).append(record)
+  return write(folder, result, records)
+
+
+def _blocks(result, records) -> list[Block]:
+  blocks: list[Block] = [Text(_headline(result))]
+  systems, forced = result["systems"], result["token_forcing"]
+  for name, verdict in forced.items():
+    blocks.append(
+      Text(
+        forcing.describe_verdict(name, verdict), f"verdict {verdict['verdict']}"
+      )
+    )
+  blocks += [Text(f"Note: {note}") for note in result["notes"]]
+  if systems:
+    blocks += _speed(systems)
+    blocks += _acceptance(systems, records)
+  if forced:
+    blocks += _forcing(forced)
+  blocks += _run(result)
+  return blocks
+
+
+def _headline(result) -> str:
+  d, e = result["deployment"], result["environment"]
+  law = result["sampling"].get("temperature")
+  sets = ", ".join(result["prompts"].get("sets", ()))
+  chat = " with the chat template" if result["prompts"].get("chat") else ""
+  return (
+    f"Target {d['target']} ({d['weights']}), drafter {d['drafter']}, on"
+    f" {d['device']} ({e['platform']}, {e['cores']} cores). Prompts:"
+    f" {result['prompts'].get('requests')} of {sets}{chat}, temperature"
+    f" {law:g}, one request at a time."
+  )
+
+
+def _speed(systems) -> list[Block]:
+  rows, latency = [], []
+  for name, s in systems.items():
+    paired = s["paired_speedup_vs_ar"]
+    interval = "-"
+    if paired and name != AR:
+      low, high = paired["ci95"]
+      interval = f"{paired['geomean']:.2f} [{low:.2f}, {high:.2f}]"
+    same = s["same_output_as_ar"]
+    rows.append(
+      (
+        name,
+        number(s["output_throughput"], 1),
+        number(s["speedup_vs_ar"], 2, "x"),
+        number(s["decode_throughput"], 1),
+        interval,
+        number(s["acceptance_length"]),
+        number(s["acceptance_length_without_loops"]),
+        str(s["requests"]),
+        str(s["output_tokens"]),
+        "-" if same is None else f"{same} of {s['requests']}",
+      )
+    )
+    latency += [
+      (
+        f"{name} {label}",
+        *(
+          number(s[f"{kind}_{key}_ms"], 1)
+          for kind in ("mean", "median", "p90", "p95", "p99", "std")
+        ),
+      )
+      for key, label in (
+        ("ttft", "TTFT"),
+        ("tpot", "TPOT"),
+        ("itl", "ITL"),
+        ("e2el", "E2EL"),
+      )
+    ]
+  blocks: list[Block] = [
+    Heading("Speed"),
+    Table(
+      (
+        "system",
+        "tok/s",
+        "speedup",
+        "decode tok/s",
+        "paired TPOT ratio [95 %]",
+        "tau",
+        "tau without loops",
+        "requests",
+        "tokens",
+        "same output as ar",
+      ),
+      tuple(rows),
+    ),  # fmt: skip
+    Table(
+      ("milliseconds", "mean", "median", "p90", "p95", "p99", "std"),
+      tuple(latency),
+    ),
+    Plot("Speed by domain", plots.speed_by_group(systems, "domains", "domain")),
+    Plot(
+      "Speed by output length",
+      plots.speed_by_group(systems, "lengths", "output tokens"),
+    ),
+  ]
+  return blocks
+
+
+def _acceptance(systems, records) -> list[Block]:
+  speculative = {
+    name: s for name, s in systems.items() if s["acceptance"]["drafted_tokens"]
+  }
+  rows = tuple(
+    (
+      name,
+      number(s["acceptance_length"]),
+      number(s["acceptance_length_per_request"]),
+      number(s["acceptance_length_without_loops"]),
+      number(s["acceptance_length_per_request_without_loops"]),
+      str(s["loop_requests"]),
+      "{accepted_tokens} / {drafted_tokens}".format(**s["acceptance"]),
+      number(s["acceptance"]["spec_decode_acceptance_rate"], 1, " %"),
+      str(s["acceptance"]["verify_passes"]),
+      str(s["acceptance"]["cut_passes"]),
+    )
+    for name, s in systems.items()
+  )
+  blocks: list[Block] = [
+    Heading("Acceptance"),
+    Table(
+      (
+        "system",
+        "tau pooled",
+        "tau per request",
+        "pooled, no loops",
+        "per request, no loops",
+        "loops",
+        "accepted / drafted",
+        "rate",
+        "passes",
+        "cut passes",
+      ),
+      rows,
+    ),  # fmt: skip
+  ]
+  if not speculative:
+    return blocks
+  blocks += [
+    Plot("Accepted drafts per pass", plots.histogram(speculative)),
+    Plot("Acceptance by draft position", plots.position_rates(speculative)),
+  ]
+  reference = {
+    r["request"]: r["metrics"]["tpot_ms"] for r in records.get(AR, ())
+  }
+  pairs = {
+    name: [
+      (
+        r["metrics"]["acceptance_length"],
+        reference[r["request"]] / r["metrics"]["tpot_ms"],
+      )
+      for r in records.get(name, ())
+      if r["metrics"]["tpot_ms"] and reference.get(r["request"])
+    ]
+    for name in speculative
+  }
+  pairs = {name: points for name, points in pairs.items() if points}
+  if pairs:
+    blocks.append(Plot("Speedup of each request", plots.paired_speedups(pairs)))
+  return blocks
+
+
+def _forcing(forced) -> list[Block]:
+  rows = []
+  for name, v in forced.items():
+    control = v.get("control") or {}
+    rows.append(
+      (
+        name,
+        v["verdict"],
+        str(v["tokens"]),
+        str(v["flips"]),
+        "-" if v["max_margin"] is None else f"{v['max_margin']:.3g}",
+        f"{v['tolerance']:.3g}" if "tolerance" in v else "-",
+        str(control.get("name", "-")),
+        str(control.get("tokens", "-")),
+        str(control.get("flips", "-")),
+        f"{control['max_gap']:.3g}" if control else "-",
+      )
+    )
+  blocks: list[Block] = [
+    Heading("Token forcing"),
+    Text(
+      "Stock is given prompt and output, and every output token must be its own"
+      " choice or lie within the tolerance (1.5 times the largest gap of the"
+      " control, at most 0.5 logit). A flip is a token that is not its choice."
+    ),
+    Table(
+      (
+        "system",
+        "verdict",
+        "tokens",
+        "flips",
+        "largest gap",
+        "tolerance",
+        "control",
+        "control tokens",
+        "control flips",
+        "control's largest gap",
+      ),
+      tuple(rows),
+    ),  # fmt: skip
+  ]
+  judged = {n: v for n, v in forced.items() if v["tokens"]}
+  if judged:
+    blocks.append(Plot("Flips along the outputs", plots.decile_flips(judged)))
+  return blocks
+
+
+def _run(result) -> list[Block]:
+  env = result["environment"]
+  rows = [
+    (name, str(value))
+    for name, value in env.items()
+    if name != "flags" and value is not None
+  ]
+  rows += [
+    (f"sha256 of {name}", digest)
+    for name, digest in result["deployment"].get("weights_sha256", {}).items()
+  ]
+  rows += [
+    (f"compiling {name}", f"{c['compile_s']} s, {c['executables']} executables")
+    for name, c in result["compilation"].items()
+  ]
+  rows += [
+    (f"options of {name}", ", ".join(f"{k}={v}" for k, v in o.items()))
+    for name, o in (
+      (name, s["options"]) for name, s in result["systems"].items()
+    )
+  ]
+  if result["recompiles"] is not None:
+    rows.append(("compiled while timed", str(result["recompiles"])))
+  rows += [
+    (f"seconds: {name}", str(value))
+    for name, value in result["timing_s"].items()
+  ]
+  rows += [(f"--{name}", value) for name, value in env["flags"].items()]
+  return [
+    Heading("Run"),
+    Table(("", ""), tuple(rows), left=True),
+    Heading("Definitions"),
+    *(Text(line) for line in _DEFINITIONS),
+  ]
+
+
+def _html(title: str, blocks: Sequence[Block]) -> str:
+  body = [f"<h1>{html.escape(title)}</h1>"]
+  for block in blocks:
+    match block:
+      case Heading(text):
+        body.append(f"<h2>{html.escape(text)}</h2>")
+      case Text(text, kind):
+        body.append(f'<p class="{kind}">{html.escape(text)}</p>')
+      case Table(header, rows, left):
+        body.append(_html_table(header, rows, left))
+      case Plot(caption, png):
+        data = base64.b64encode(png).decode()
+        label = html.escape(caption)
+        body.append(
+          f"<h3>{label}</h3>\n"
+          f'<img alt="{label}" src="data:image/png;base64,{data}">'
+        )
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n"
+    "<body>" + "\n".join(body) + "\n</body></html>\n"
+  )
+
+
+def _html_table(header, rows, left: bool) -> str:
+  def cells(row, tag):
+    inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+    return f"<tr>{inner}</tr>"
+
+  head = cells(header, "th") if any(header) else ""
+  lines = "\n".join(cells(row, "td") for row in rows)
+  return f'<table class="{"left" if left else ""}">{head}\n{lines}</table>'
+
+
+def _markdown(title: str, blocks: Sequence[Block]) -> str:
+  def row(cells):
+    inner = " | ".join(c.replace("|", "\\|") for c in cells)
+    return f"| {inner} |"
+
+  parts = [f"# {title}"]
+  for block in blocks:
+    match block:
+      case Heading(text):
+        parts.append(f"## {text}")
+      case Text(text):
+        parts.append(text)
+      case Table(header, rows, left):
+        rule = [":--" if left or i == 0 else "--:" for i in range(len(header))]
+        parts.append("\n".join([row(header), row(rule), *map(row, rows)]))
+      case Plot(caption):
+        parts.append(f"(plot: {caption}; see {HTML})")
+  return "\n\n".join(parts) + "\n"
