@@ -14,8 +14,8 @@ reference engine), and computes at full precision of that dtype.
 """
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 PREFILL_CHUNK = 64
@@ -115,9 +115,7 @@ def tree_verify(
     system, rhs, lower=True, unit_diagonal=True
   )
   o = carried * q_state + _einsum("hrij,hrjv->hriv", qk * ratio, u)
-  o, u = (
-    _heads_first(x.reshape(value_heads, n, value_dim)) for x in (o, u)
-  )
+  o, u = (_heads_first(x.reshape(value_heads, n, value_dim)) for x in (o, u))
   return o, u, decay.T
 
 
@@ -151,7 +149,9 @@ def commit(
   k = jnp.where(on_path[:, None, None], k, 0)
   u = u.reshape(u.shape[0], k.shape[1], repeat, u.shape[2])
   added = _einsum("phk,phrv->hrkv", k, u).reshape(state.shape)
-  return jnp.where(count > 0, jnp.exp(last)[:, None, None] * state + added, state)
+  return jnp.where(
+    count > 0, jnp.exp(last)[:, None, None] * state + added, state
+  )
 
 
 def chunk_prefill(
@@ -165,6 +165,11 @@ def chunk_prefill(
 ) -> tuple[Float[Array, "N Hv V"], Float[Array, "Hv K V"]]:
   """A run of tokens, `PREFILL_CHUNK` at a time: a chunk is a one-path tree.
 
+  The tree's system is linear in the state, U = U0 - W S, so that all chunks
+  are solved at once and only S itself goes from chunk to chunk:
+
+      U0 = (I + A)^-1 diag(beta) V,   W = (I + A)^-1 diag(beta e^G) K
+
   Args:
     count: tokens that exist; those behind it leave the state alone and their
       outputs mean nothing.
@@ -172,26 +177,58 @@ def chunk_prefill(
   Returns:
     Outputs [N, Hv, V] and the state after `count` tokens [Hv, K, V].
   """
-  n = k.shape[0]
+  n, key_heads, key_dim = k.shape
+  value_heads, value_dim = v.shape[1:]
   chunk = min(n, PREFILL_CHUNK)
-  padded = -(-n // chunk) * chunk
+  num = -(-n // chunk)
   valid = (jnp.arange(n) < count)[:, None]
   # No decay and no update: a token that does not exist changes nothing.
   g, beta = jnp.where(valid, g, 0), jnp.where(valid, beta, 0)
 
-  def split(x):
-    x = jnp.pad(x, ((0, padded - n),) + ((0, 0),) * (x.ndim - 1))
-    return x.reshape(padded // chunk, chunk, *x.shape[1:])
+  def split(x, heads):
+    """[N, heads * R, ...] to [chunks, heads, R, chunk, ...]."""
+    x = jnp.pad(x, ((0, num * chunk - n),) + ((0, 0),) * (x.ndim - 1))
+    x = x.reshape(num, chunk, heads, -1, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 3)
 
+  q, k = split(q, key_heads)[:, :, 0], split(k, key_heads)[:, :, 0]
+  v = split(v, key_heads)  # [chunks, Hk, R, chunk, V]
+  beta, g = split(beta, key_heads), split(g, key_heads)
+  decay = jnp.cumsum(g, axis=-1)  # [chunks, Hk, R, chunk]
   causal = jnp.tril(jnp.ones((chunk, chunk), dtype=bool))
-  path = jnp.arange(chunk, dtype=jnp.int32)
-  whole = jnp.asarray(chunk, jnp.int32)
-
-  def step(s, tokens):
-    o, u, decay = tree_verify(*tokens, s, causal)
-    return commit(s, tokens[1], u, decay, path, whole), o
-
-  state, outputs = lax.scan(
-    step, state, tuple(split(x) for x in (q, k, v, g, beta))
+  difference = decay[..., :, None] - decay[..., None, :]
+  # Masked before the exponential: above the diagonal it may overflow.
+  ratio = jnp.where(causal, jnp.exp(jnp.where(causal, difference, 0)), 0)
+  kk = _einsum("chik,chjk->chij", k, k)[:, :, None]
+  strict = causal & ~jnp.eye(chunk, dtype=bool)
+  system = jnp.where(strict, beta[..., None] * kk * ratio, 0)
+  system = system + jnp.eye(chunk, dtype=system.dtype)
+  carried = (beta * jnp.exp(decay))[..., None] * k[:, :, None]
+  solved = jax.scipy.linalg.solve_triangular(
+    system,
+    jnp.concatenate([beta[..., None] * v, carried], axis=-1),
+    lower=True,
+    unit_diagonal=True,
   )
-  return outputs.reshape(padded, *outputs.shape[2:])[:n], state
+  u0, w = jnp.split(solved, (value_dim,), axis=-1)
+  scores = _einsum("chik,chjk->chij", q, k)[:, :, None] * ratio
+  total = decay[..., -1:]
+  k_out = jnp.exp(total - decay)[..., None] * k[:, :, None]
+  q_in = jnp.exp(decay)[..., None] * q[:, :, None]
+
+  def step(s, x):
+    u0, w, scores, k_out, q_in, total = x
+    u = u0 - _einsum("hrik,hrkv->hriv", w, s)
+    o = _einsum("hrik,hrkv->hriv", q_in, s) + _einsum(
+      "hrij,hrjv->hriv", scores, u
+    )
+    s = jnp.exp(total)[..., None] * s + _einsum("hrik,hriv->hrkv", k_out, u)
+    return s, o
+
+  grouped = state.reshape(key_heads, -1, key_dim, value_dim)
+  grouped, outputs = lax.scan(
+    step, grouped, (u0, w, scores, k_out, q_in, total)
+  )
+  outputs = jnp.moveaxis(outputs, 3, 1)  # [chunks, chunk, Hk, R, V]
+  outputs = outputs.reshape(num * chunk, value_heads, value_dim)[:n]
+  return outputs, grouped.reshape(state.shape)

@@ -5,8 +5,8 @@ committed length, and [nodes, nodes], masked to ancestors-or-self. No mask has
 the length of the context.
 """
 
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 _MASKED = -1e30
@@ -22,6 +22,7 @@ def tree_attention(
   length: Int[Array, ""],
   mask: Bool[Array, "N N"],
   scale: float,
+  first: Int[Array, ""] | int = 0,
 ) -> Float[Array, "N H D"]:
   """Softmax attention of each node over prefix [0, length) and ancestors.
 
@@ -34,6 +35,7 @@ def tree_attention(
       finite values they hold.
     mask: mask[i, j] is True where j is i or an ancestor of i.
     scale: factor on q k^T.
+    first: first visible row of the prefix (a sliding window's edge).
 
   Returns:
     Attention outputs [N, H, D] in the dtype of q.
@@ -46,12 +48,14 @@ def tree_attention(
     return jnp.einsum(
       spec,
       *operands,
-      precision=lax.Precision.HIGHEST,
+      # float32 means float32 on a GPU too.
+      precision=None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=acc,
     )
 
   q = q.reshape(n, kv_heads, heads // kv_heads, dim)
-  visible = jnp.arange(capacity) < length
+  row = jnp.arange(capacity)
+  visible = (row >= first) & (row < length)
   prefix = einsum("nkgd,ktd->kgnt", q, k_prefix) * scale
   prefix = jnp.where(visible, prefix, _MASKED)
   nodes = einsum("nkgd,mkd->kgnm", q, k_nodes) * scale

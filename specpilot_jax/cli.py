@@ -1,8 +1,8 @@
-"""What the command-line entry points share: flags to values, errors to lines."""
+"""What command-line entry points share: flags to values, errors to lines."""
 
-from collections.abc import Callable, Sequence
 import pathlib
 import sys
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
@@ -57,6 +57,4 @@ def read_text(path: str) -> str:
   try:
     return pathlib.Path(path).read_text(encoding="utf-8")
   except UnicodeDecodeError as e:
-    raise SpecPilotError(
-      f"{path}: not UTF-8 text (byte {e.start})"
-    ) from None
+    raise SpecPilotError(f"{path}: not UTF-8 text (byte {e.start})") from None

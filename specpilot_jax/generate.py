@@ -1,4 +1,4 @@
-"""Generate text: `python -m specpilot_jax.generate --model=smollm2 --prompt=...`
+"""Generate text: `python -m specpilot_jax.generate --model=NAME --prompt=...`
 
 Streams the text and ends with one line of measurements (tau is the tokens
 emitted per target pass). With --json the last line on stdout is one JSON
@@ -11,8 +11,7 @@ import sys
 
 from absl import flags
 
-from specpilot_jax import cli
-from specpilot_jax import loading
+from specpilot_jax import cli, loading
 from specpilot_jax.configs import DTYPES
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
@@ -65,11 +64,9 @@ def _prompt_ids(tokenizer) -> list[int]:
       raise SpecPilotError("--chat needs a prompt text, not --prompt_ids")
     return cli.parse_ids(_PROMPT_IDS.value, "prompt_ids")
   if tokenizer is None:
-    raise SpecPilotError(
-      f"{_MODEL.value} has no tokenizer: give --prompt_ids"
-    )
-  text = _PROMPT.value
-  if text is None:
+    raise SpecPilotError(f"{_MODEL.value} has no tokenizer: give --prompt_ids")
+  text = _PROMPT.value or ""
+  if _PROMPT_FILE.value is not None:
     text = cli.read_text(_PROMPT_FILE.value)
   if _CHAT.value:
     return tokenizer.encode(

@@ -5,8 +5,7 @@ import os
 
 import jax
 
-from specpilot_jax import compilation
-from specpilot_jax import paths
+from specpilot_jax import compilation, paths
 from specpilot_jax.checkpoints import Checkpoint, load_checkpoint
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.decoding.draft import Drafter

@@ -10,8 +10,7 @@ import json
 
 from absl import flags
 
-from specpilot_jax import cli
-from specpilot_jax import loading
+from specpilot_jax import cli, loading
 from specpilot_jax.configs import DTYPES
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
@@ -31,16 +30,17 @@ _JSON = flags.DEFINE_boolean("json", False, "One JSON line, the last.")
 
 
 def main() -> None:
-  if (_TEXT_FILE.value is None) == (_TOKEN_IDS.value is None):
+  text_file = _TEXT_FILE.value
+  if (text_file is None) == (_TOKEN_IDS.value is None):
     raise SpecPilotError("give exactly one of --text_file and --token_ids")
   loading.prepare_jax(_DTYPE.value)
   model = loading.load_target(_MODEL.value, _DTYPE.value)
   if _TOKEN_IDS.value is not None:
     ids = cli.parse_ids(_TOKEN_IDS.value, "token_ids")
-  elif model.tokenizer is None:
+  elif model.tokenizer is None or text_file is None:
     raise SpecPilotError(f"{_MODEL.value} has no tokenizer: give --token_ids")
   else:
-    ids = model.tokenizer.encode(cli.read_text(_TEXT_FILE.value))
+    ids = model.tokenizer.encode(cli.read_text(text_file))
   if len(ids) < 2:
     raise SpecPilotError(
       f"scoring needs at least 2 tokens, the text has {len(ids)}"

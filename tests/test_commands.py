@@ -3,15 +3,14 @@
 import hashlib
 import json
 import os
-from pathlib import Path
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specpilot_jax.checkpoints import hf
-from specpilot_jax.checkpoints import load_checkpoint
+from specpilot_jax.checkpoints import hf, load_checkpoint
 from specpilot_jax.models import target as target_lib
 from tests.checkpoints import builders
 
@@ -19,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 BISECT = json.loads((ROOT / "tests/data/bisect.json").read_text())
 
 
-def run(module: str, *args: str, ok: bool = True) -> subprocess.CompletedProcess:
+def run(
+  module: str, *args: str, ok: bool = True
+) -> subprocess.CompletedProcess:
   done = subprocess.run(
     [sys.executable, "-m", module, *args],
     cwd=ROOT,
@@ -52,8 +53,15 @@ def tiny(tmp_path_factory) -> str:
 
 
 def test_generate_is_the_same_with_and_without_drafts(tiny):
-  args = (f"--model={tiny}", "--prompt=the cat the cat", "--max_tokens=40",
-          "--temperature=0.7", "--seed=5", "--ignore_eos", "--json")  # fmt: skip
+  args = (
+    f"--model={tiny}",
+    "--prompt=the cat the cat",
+    "--max_tokens=40",
+    "--temperature=0.7",
+    "--seed=5",
+    "--ignore_eos",
+    "--json",
+  )
   drafted = last_json(run("specpilot_jax.generate", *args))
   plain = last_json(run("specpilot_jax.generate", *args, "--drafter=none"))
   assert drafted["token_ids"] == plain["token_ids"]
@@ -128,11 +136,11 @@ def test_score_of_smollm2_on_source_code():
   assert tokenizer.encode(text) == BISECT["token_ids"]
   ids = ",".join(map(str, BISECT["token_ids"]))
   result = last_json(
-    run("specpilot_jax.score", "--model=smollm2", f"--token_ids={ids}", "--json")
+    run(
+      "specpilot_jax.score", "--model=smollm2", f"--token_ids={ids}", "--json"
+    )
   )
   assert result["logprobs"][0] is None
   logprobs = np.array(result["logprobs"][1:])
   np.testing.assert_allclose(result["mean_nll"], -logprobs.mean())
   assert abs(result["mean_nll"] - 1.413) < 0.02
-
-

@@ -94,15 +94,15 @@ def rejection(
     sampling.seed, positions[:slots], sampling_lib.Stream.ACCEPT
   ).astype(target_law.dtype)
   passes = (u * q_x < p_x) & (index < nodes.count - 1)
-  accepted = jnp.min(
-    jnp.where(passes, slots, index), initial=slots
-  ).astype(jnp.int32)
+  accepted = jnp.min(jnp.where(passes, slots, index), initial=slots).astype(
+    jnp.int32
+  )
 
   # The token after the accepted run: the residual law where a draft was
   # refused there, else the target's own.
   own = target_law[accepted]
   refused = accepted < nodes.count - 1
-  padded_q = jnp.concatenate([dense_q, jnp.zeros_like(dense_q[:1], shape=(1, vocab))])
+  padded_q = jnp.pad(dense_q, ((0, 1), (0, 0)))
   residual = jnp.maximum(own - padded_q[accepted], 0)
   # p = q up to rounding leaves no residual: then a refusal is a rounding
   # event itself and the target's law is the law of the token.

@@ -1,15 +1,15 @@
 """The single-request engine: one compiled executable per step."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
 import dataclasses
 import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from specpilot_jax import compilation
 from specpilot_jax.configs import SystemConfig
@@ -108,7 +108,9 @@ class Engine:
     self._check(config, drafter, tokenizer)
     num_drafts = 0
     if drafter is not None:
-      num_drafts = min(system.num_drafts or drafter.num_slots, drafter.num_slots)
+      num_drafts = min(
+        system.num_drafts or drafter.num_slots, drafter.num_slots
+      )
     self.num_drafts = num_drafts
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1
@@ -176,7 +178,11 @@ class Engine:
   def _compiled(self, features: sampling_lib.Features) -> _Compiled:
     if features not in self._fns_by_features:
       fns = dataclasses.replace(self._base, features=features)
-      self._fns_by_features[features] = _Compiled.of(fns)
+      compiled = _Compiled.of(fns)
+      for other in self._fns_by_features.values():
+        # A prefill has no sampling in it: one serves all requests.
+        compiled = dataclasses.replace(compiled, prefill=other.prefill)
+      self._fns_by_features[features] = compiled
     return self._fns_by_features[features]
 
   def check_ids(self, ids: Sequence[int], what: str) -> np.ndarray:
@@ -226,12 +232,13 @@ class Engine:
     padded = np.full(sampling_lib.MAX_STOP_IDS, -1, np.int32)
     padded[: len(ids)] = ids
     return step_lib.Request(
-      sampling=sampling_lib.Sampling.of(sampling, self._acc), stop_ids=padded
+      sampling=sampling_lib.Sampling.of(sampling, self._acc),
+      stop_ids=jnp.asarray(padded),
     )
 
   def steps(
     self, prompt_ids: Sequence[int], sampling: SamplingParams
-  ) -> Iterator[tuple[step_lib.Carry, StepResult]]:
+  ) -> Generator[tuple[step_lib.Carry, StepResult]]:
     """Runs a request step by step, until the device ends it.
 
     Yields the carry after each step and what the step emitted. With a host lag
@@ -289,7 +296,9 @@ class Engine:
       raise SpecPilotError("stop strings need a tokenizer")
     started = time.perf_counter()
     emitted, drafted, accepted = [], [], []
-    cut_steps, ttft = 0, float("nan")
+    cut_steps, ttft, now = 0, float("nan"), started
+    new: list[int] = []
+    text = ""
     tokens: list[int] = []
     shown: list[str] = []
     decoder = StreamDecoder(self.tokenizer) if self.tokenizer else None

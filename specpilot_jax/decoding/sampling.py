@@ -9,15 +9,14 @@ Order of processing (as in vLLM): penalties, temperature, min-p, top-k, top-p.
 All three filters amount to one threshold per node; ties at it are kept.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import enum
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-import numpy as np
 
 from specpilot_jax.errors import SpecPilotError
 
@@ -150,14 +149,14 @@ class Sampling:
   @classmethod
   def of(cls, params: SamplingParams, dtype) -> "Sampling":
     return cls(
-      temperature=np.asarray(params.temperature or 1.0, dtype),
-      top_k=np.asarray(params.top_k, np.int32),
-      top_p=np.asarray(params.top_p, dtype),
-      min_p=np.asarray(params.min_p, dtype),
-      presence=np.asarray(params.presence_penalty, dtype),
-      frequency=np.asarray(params.frequency_penalty, dtype),
-      repetition=np.asarray(params.repetition_penalty, dtype),
-      seed=np.asarray(params.seed, np.uint32),
+      temperature=jnp.asarray(params.temperature or 1.0, dtype),
+      top_k=jnp.asarray(params.top_k, jnp.int32),
+      top_p=jnp.asarray(params.top_p, dtype),
+      min_p=jnp.asarray(params.min_p, dtype),
+      presence=jnp.asarray(params.presence_penalty, dtype),
+      frequency=jnp.asarray(params.frequency_penalty, dtype),
+      repetition=jnp.asarray(params.repetition_penalty, dtype),
+      seed=jnp.asarray(params.seed, jnp.uint32),
     )
 
 
@@ -188,9 +187,9 @@ def gumbel(
   of a float32 one up to rounding. g = -log(-log1p(-v)) with v uniform keeps
   float32 resolution in the upper tail, where the argmax is decided.
   """
-  bits = jax.vmap(
-    lambda key: jax.random.bits(key, (size,), jnp.uint32)
-  )(_keys(seed, positions, stream))
+  bits = jax.vmap(lambda key: jax.random.bits(key, (size,), jnp.uint32))(
+    _keys(seed, positions, stream)
+  )
   v = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
   # Rounding may reach 1, whose noise would be -inf.
   v = jnp.minimum(v, jnp.float32(1 - 2.0**-24)).astype(dtype)
@@ -299,8 +298,10 @@ def choose(
     noise = gumbel(
       sampling.seed, positions, logits.shape[-1], Stream.TARGET, logits.dtype
     )
-    scaled = scaled if cut is None else jnp.where(
-      scaled >= cut[:, None], scaled, -jnp.inf
+    scaled = (
+      scaled
+      if cut is None
+      else jnp.where(scaled >= cut[:, None], scaled, -jnp.inf)
     )
     scaled = scaled + noise
   return jnp.argmax(scaled, axis=-1).astype(jnp.int32)

@@ -7,11 +7,12 @@ the *anchor*; the anchor is the root of the next pass.
 
 import dataclasses
 import functools
+import typing
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from specpilot_jax import configs
@@ -22,6 +23,7 @@ from specpilot_jax.decoding.commit import commit
 from specpilot_jax.models import state as state_lib
 
 
+@typing.dataclass_transform(frozen_default=True)
 def _pytree(cls):
   return jax.tree_util.register_dataclass(
     dataclasses.dataclass(frozen=True)(cls)

@@ -63,10 +63,7 @@ class StopStrings:
       return text[:at]
     keep = max(
       (
-        n
-        for s in self._stops
-        for n in range(1, len(s))
-        if text.endswith(s[:n])
+        n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])
       ),
       default=0,
     )

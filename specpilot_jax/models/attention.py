@@ -1,8 +1,8 @@
 """Full attention: grouped queries, optional q/k norm and output gate."""
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tree_attention
@@ -13,6 +13,9 @@ from specpilot_jax.models.state import AttentionStash, AttentionState, Nodes
 
 class Attention(nnx.Module):
   """Attention layer of all three families (q, k and v fused as rows)."""
+
+  q_norm: layers.RMSNorm  # where the family has them
+  k_norm: layers.RMSNorm
 
   def __init__(self, config: ModelConfig, dtype, rngs):
     self.config = config
@@ -31,15 +34,15 @@ class Attention(nnx.Module):
         )
         setattr(self, name, norm)
 
-  def __call__(
-    self,
-    x: Float[Array, "N D"],
-    nodes: Nodes,
-    positions: Int[Array, " N"],
-    state: AttentionState,
-    length: Int[Array, ""],
-  ) -> tuple[Float[Array, "N D"], AttentionStash]:
-    """Attends to the committed prefix and to each node's ancestors."""
+  def project(
+    self, x: Float[Array, "N D"], positions: Int[Array, " N"]
+  ) -> tuple[
+    Float[Array, "N H K"],
+    Float[Array, "N Hkv K"],
+    Float[Array, "N Hkv K"],
+    Float[Array, "N H K"] | None,
+  ]:
+    """Queries and keys (normed, rotated), values, and the gate if any."""
     c = self.config
     n = x.shape[0]
     kv_rows = c.num_kv_heads * c.head_dim
@@ -57,9 +60,28 @@ class Attention(nnx.Module):
       q, k = self.q_norm(q), self.k_norm(k)
     q = layers.rope(q, positions, c.rotary_dim, c.rope_theta)
     k = layers.rope(k, positions, c.rotary_dim, c.rope_theta)
-    out = tree_attention.tree_attention(
-      q, k, v, state.k, state.v, length, nodes.mask, c.head_dim**-0.5
-    )
+    return q, k, v, gate
+
+  def output(
+    self, out: Float[Array, "N H K"], gate: Float[Array, "N H K"] | None
+  ) -> Float[Array, "N D"]:
+    """Gates and projects what was attended to."""
     if gate is not None:
       out = out * jax.nn.sigmoid(gate)
-    return self.o_proj(out.reshape(n, -1)), AttentionStash(k=k, v=v)
+    return self.o_proj(out.reshape(out.shape[0], -1))
+
+  def __call__(
+    self,
+    x: Float[Array, "N D"],
+    nodes: Nodes,
+    positions: Int[Array, " N"],
+    state: AttentionState,
+    length: Int[Array, ""],
+  ) -> tuple[Float[Array, "N D"], AttentionStash]:
+    """Attends to the committed prefix and to each node's ancestors."""
+    q, k, v, gate = self.project(x, positions)
+    scale = self.config.head_dim**-0.5
+    out = tree_attention.tree_attention(
+      q, k, v, state.k, state.v, length, nodes.mask, scale
+    )
+    return self.output(out, gate), AttentionStash(k=k, v=v)

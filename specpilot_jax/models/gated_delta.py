@@ -1,9 +1,9 @@
 """The Gated DeltaNet layer of Qwen3.5 to 3.8 (facts: DESIGN section 3)."""
 
-from flax import nnx
 import jax
-from jax import lax
 import jax.numpy as jnp
+from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gated_delta
@@ -74,14 +74,15 @@ class GatedDeltaNet(nnx.Module):
     beta = jax.nn.sigmoid(b)
     g = -jnp.exp(self.a_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
 
-    windows = conv_windows(nodes.parents, c.gdn_conv_kernel)
-    history = jnp.concatenate([state.conv, rows])[windows]  # [N, W, C]
-    mixed = jnp.einsum(
-      "nwc,cw->nc",
-      history.astype(acc),
-      self.conv_weight[...].astype(acc),
-      precision=lax.Precision.HIGHEST,
-    )
+    history = jnp.concatenate([state.conv, rows])
+    width = c.gdn_conv_kernel
+    if nodes.prefill:  # one path: a node's window is what precedes it
+      windows = [history[j : j + n] for j in range(width)]
+    else:
+      index = conv_windows(nodes.parents, width)
+      windows = [history[index[:, j]] for j in range(width)]
+    weight = self.conv_weight[...].astype(acc)
+    mixed = sum(w.astype(acc) * weight[:, j] for j, w in enumerate(windows))
     q, k, v = jnp.split(
       jax.nn.silu(mixed), (c.gdn_key_dim, 2 * c.gdn_key_dim), axis=-1
     )

@@ -1,11 +1,11 @@
 """Building blocks shared by targets and drafters."""
 
-from flax import nnx
 import jax
-from jax import lax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 _INIT = nnx.initializers.normal(0.02)
 
@@ -13,6 +13,14 @@ _INIT = nnx.initializers.normal(0.02)
 def accumulation_dtype(dtype) -> jnp.dtype:
   """float32 for bfloat16 and float32 activations, float64 for float64."""
   return jnp.promote_types(dtype, jnp.float32)
+
+
+def exact(dtype) -> lax.Precision | None:
+  """Precision of products that stand for `dtype`.
+
+  float32 means float32 on a GPU too; bfloat16 products are exact in any case.
+  """
+  return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
 
 def matmul(
@@ -29,8 +37,7 @@ def matmul(
     "ni,oi->no",
     x,
     weight,
-    # float32 means float32 on a GPU too; bfloat16 products are exact anyway.
-    precision=lax.Precision.HIGHEST,
+    precision=exact(x.dtype),
     preferred_element_type=acc,
   )
   return y.astype(x.dtype if out_dtype is None else out_dtype)

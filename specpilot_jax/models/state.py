@@ -6,7 +6,7 @@ after any accepted path; `decoding.commit` does that.
 """
 
 import dataclasses
-from typing import Union
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from specpilot_jax import configs
 from specpilot_jax.models import layers
 
 
+@typing.dataclass_transform(frozen_default=True)
 def _pytree(cls):
   return jax.tree_util.register_dataclass(
     dataclasses.dataclass(frozen=True)(cls)
@@ -41,7 +42,7 @@ class GDNState:
   conv: Float[Array, "W C"]  # W = kernel - 1 rows, oldest first
 
 
-LayerState = Union[AttentionState, GDNState]
+LayerState = AttentionState | GDNState
 
 
 @_pytree
@@ -83,7 +84,7 @@ class GDNPrefillStash:
   rows: Float[Array, "N C"]
 
 
-LayerStash = Union[AttentionStash, GDNStash, GDNPrefillStash]
+LayerStash = AttentionStash | GDNStash | GDNPrefillStash
 
 
 @jax.tree_util.register_dataclass
@@ -135,7 +136,9 @@ def init_state(
   def layer(kind):
     if kind == configs.ATTENTION:
       shape = (config.num_kv_heads, capacity, config.head_dim)
-      return AttentionState(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+      return AttentionState(
+        k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)
+      )
     return GDNState(
       recurrent=jnp.zeros(
         (

@@ -5,21 +5,19 @@ it reads a committed state, runs `Nodes` on top of it and returns, beside the
 hidden states, a stash from which any accepted path can be committed.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import math
+from collections.abc import Mapping
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
 
 from specpilot_jax import configs
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.models import attention
-from specpilot_jax.models import gated_delta
-from specpilot_jax.models import layers
+from specpilot_jax.models import attention, gated_delta, layers
 from specpilot_jax.models.state import LayerStash, Nodes, TargetState
 
 
@@ -77,9 +75,9 @@ class Target(nnx.Module):
     self.embed = layers.Embedding(
       config.vocab_size, config.hidden_size, dtype, rngs
     )
-    self.layers = nnx.List([
-      DecoderLayer(config, kind, dtype, rngs) for kind in config.layer_types
-    ])
+    self.layers = nnx.List(
+      [DecoderLayer(config, kind, dtype, rngs) for kind in config.layer_types]
+    )
     self.norm = layers.RMSNorm(
       config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
     )
@@ -112,9 +110,7 @@ class Target(nnx.Module):
       if taps
       else jnp.zeros((n, 0, self.config.hidden_size), x.dtype)
     )
-    return TargetOutput(
-      hidden=self.norm(x), taps=features, stash=tuple(stash)
-    )
+    return TargetOutput(hidden=self.norm(x), taps=features, stash=tuple(stash))
 
   def logits(self, hidden: Float[Array, "N D"]) -> Float[Array, "N V"]:
     """Logits in the accumulation dtype; ids beyond the tokenizer are -inf."""
