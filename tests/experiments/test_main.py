@@ -1,0 +1,383 @@
+"""`experiments.main` end to end on a tiny model."""
+
+import json
+import os
+import re
+
+import pytest
+
+from experiments import metrics, results
+from specpilot_jax import compilation
+from tests.experiments import tiny
+
+# DESIGN of result.json, schema 1.
+TOP = {
+  "schema", "deployment", "environment", "systems", "token_forcing",
+  "cost_model", "trials", "accepted", "sealed", "memory", "recompiles",
+  "compilation", "timing_s", "notes", "prompts", "sampling", "stopped_early",
+  "job",
+}  # fmt: skip
+SYSTEM = {
+  "output_throughput", "mean_tpot_ms", "p99_tpot_ms", "mean_ttft_ms",
+  "acceptance_length", "acceptance_length_per_request", "speedup_vs_ar",
+  "requests", "output_tokens", "loop_requests", "options",
+}  # fmt: skip
+FORCING = {"tokens", "flips", "max_margin", "first_failure", "verdict"}
+ENVIRONMENT = {
+  "commit", "jax", "jaxlib", "device_kind", "driver", "python", "flags",
+}  # fmt: skip
+DEPLOYMENT = {
+  "name", "target", "drafter", "weights", "device", "widened", "batch",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", name="place")
+def _place(tmp_path_factory):
+  """A folder with a model, prompts, and its own data folder."""
+  folder = tmp_path_factory.mktemp("main")
+  tiny.save_model(folder / "model")
+  tiny.save_prompts(folder / "prompts.jsonl")
+  before = os.environ.get("SPECPILOT_DATA")
+  os.environ["SPECPILOT_DATA"] = str(folder / "data")
+  yield folder
+  if before is None:
+    del os.environ["SPECPILOT_DATA"]
+  else:
+    os.environ["SPECPILOT_DATA"] = before
+
+
+@pytest.fixture(name="command")
+def _command(place):
+  """Flags of a benchmark of the tiny model."""
+  return (
+    f"--target={place / 'model'}",
+    f"--prompts={place / 'prompts.jsonl'}",
+    "--dtype=float32",
+    "--max_tokens=40",
+    "--prefill_chunk=16",
+  )
+
+
+@pytest.fixture(scope="module", name="finished")
+def _finished(place):
+  """A finished benchmark with three systems."""
+  folder = place / "run"
+  status = tiny.run(
+    f"--target={place / 'model'}",
+    f"--prompts={place / 'prompts.jsonl'}",
+    "--dtype=float32",
+    "--max_tokens=40",
+    "--prefill_chunk=16",
+    "--set=num_drafts=3",
+    "--min_control_tokens=50",
+    f"--output_dir={folder}",
+  )
+  assert status == 0
+  return folder
+
+
+def test_result(finished):
+  result = results.read_result(finished)
+  assert result.keys() >= TOP
+  assert result["schema"] == 1
+  assert result["deployment"].keys() >= DEPLOYMENT
+  assert result["environment"].keys() >= ENVIRONMENT
+  assert result["environment"]["flags"]["max_tokens"] == "40"
+  assert list(result["systems"]) == ["ar", "stock", "candidate"]
+  for system in result["systems"].values():
+    assert system.keys() >= SYSTEM
+    assert system["requests"] == len(tiny.PROMPTS)
+    assert system["same_output_as_ar"] == len(tiny.PROMPTS)
+  assert result["systems"]["ar"]["acceptance_length"] == 1
+  assert result["systems"]["ar"]["speedup_vs_ar"] == 1
+  assert result["systems"]["stock"]["options"]["num_drafts"] == "block"
+  assert result["systems"]["candidate"]["options"]["num_drafts"] == "3"
+  assert len(result["systems"]["candidate"]["acceptance"]["histogram"]) <= 4
+  assert result["recompiles"] == 0
+  assert result["cost_model"] is None and result["trials"] == []
+
+
+def test_speculation_happened(finished):
+  result = results.read_result(finished)
+  stock = result["systems"]["stock"]
+  assert stock["acceptance"]["accepted_tokens"] > 0
+  assert stock["acceptance_length"] > 1
+
+
+def test_token_forcing_passes(finished):
+  forcing = results.read_result(finished)["token_forcing"]
+  assert list(forcing) == ["stock", "candidate"]
+  for name, control in (("stock", "ar"), ("candidate", "stock")):
+    verdict = forcing[name]
+    assert verdict.keys() >= FORCING
+    assert verdict["verdict"] == "pass", verdict["reason"]
+    assert verdict["control"]["name"] == control
+    assert verdict["first_failure"] is None
+
+
+def test_requests_and_events(finished):
+  records = results.read_requests(finished)
+  assert len(records) == 3 * len(tiny.PROMPTS)
+  # The order turns around from prompt to prompt.
+  assert [r["system"] for r in records[:6]] == [
+    "ar", "stock", "candidate", "candidate", "stock", "ar",
+  ]  # fmt: skip
+  for record in records:
+    metrics.check_identity(record)
+    assert record["run"].keys() >= {"commit", "flags", "jax", "dtype"}
+    assert len(record["metrics"]["itl_ms"]) == (
+      record["metrics"]["num_spec_steps"] - 1
+    )
+  lines = (finished / results.EVENTS).read_text().splitlines()
+  events = [json.loads(line)["event"] for line in lines]
+  assert events[0] == "run_started" and events[-1] == "run_finished"
+  assert events.count("request") == len(records)
+
+
+def test_report_stands_alone(finished):
+  page = (finished / "report.html").read_text()
+  assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?\s*(https?:)?//", page)
+  assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+  assert page.count("data:image/png;base64,") >= 5
+  text = (finished / "report.md").read_text()
+  assert "| stock |" in text and "token forcing: stock pass" in text
+
+
+def test_report_job_writes_the_same(finished):
+  before = (finished / "report.md").read_text()
+  (finished / "report.html").unlink()
+  (finished / "report.md").unlink()
+  assert tiny.run("--job=report", f"--output_dir={finished}") == 0
+  assert (finished / "report.md").read_text() == before
+  assert (finished / "report.html").exists()
+
+
+def force(place, requests, name, *more) -> tuple[int, dict]:
+  folder = place / name
+  status = tiny.run(
+    "--job=token_force",
+    f"--target={place / 'model'}",
+    f"--requests={requests}",
+    "--prefill_chunk=16",
+    f"--output_dir={folder}",
+    *more,
+  )
+  return status, results.read_result(folder)["token_forcing"]
+
+
+def test_recorded_requests_pass(place, finished):
+  status, forcing = force(place, finished, "again", "--min_control_tokens=50")
+  assert status == 0
+  assert {v["verdict"] for v in forcing.values()} == {"pass"}
+
+
+def test_too_few_tokens(place, finished):
+  status, forcing = force(place, finished, "few")
+  assert status == 0
+  assert forcing["stock"]["verdict"] == "inconclusive"
+  assert "5000 are needed" in forcing["stock"]["reason"]
+
+
+def test_one_changed_token_fails(place, finished):
+  records = results.read_requests(finished)
+  at = 17
+  doctored = next(
+    r for r in records if r["system"] == "stock" and len(r["output_ids"]) > 30
+  )
+  doctored["output_ids"][at] = (doctored["output_ids"][at] + 7) % 280 + 3
+  path = place / "doctored.jsonl"
+  path.write_text("".join(json.dumps(r) + "\n" for r in records))
+  calibration = {p: p.read_bytes() for p in (place / "data").rglob("*.json")}
+  status, forcing = force(place, path, "caught", "--min_control_tokens=50")
+  assert status == 1
+  verdict = forcing["stock"]
+  assert verdict["verdict"] == "fail"
+  first = verdict["first_failure"]
+  assert (first["request"], first["index"]) == (doctored["request"], at)
+  # The candidate's own tokens are sound, but their control is not.
+  assert forcing["candidate"]["verdict"] == "inconclusive"
+  assert calibration and all(
+    p.read_bytes() == b for p, b in calibration.items()
+  )
+
+
+def test_sampled_requests_are_forced_too(place, command):
+  folder = place / "sampled"
+  status = tiny.run(
+    *command,
+    "--temperature=1",
+    "--top_p=0.9",
+    "--num_prompts=2",
+    "--max_tokens=24",
+    "--min_control_tokens=20",
+    f"--output_dir={folder}",
+  )
+  assert status == 0
+  assert results.read_result(folder)["token_forcing"]["stock"]["verdict"] == (
+    "pass"
+  )
+
+
+def test_rejection_sampling_is_not_forced(place, command):
+  folder = place / "rejection"
+  status = tiny.run(
+    *command,
+    "--temperature=1",
+    "--num_prompts=1",
+    "--max_tokens=8",
+    "--systems=candidate",
+    "--set=acceptance=rejection",
+    f"--output_dir={folder}",
+  )
+  assert status == 0
+  verdict = results.read_result(folder)["token_forcing"]["candidate"]
+  assert verdict["verdict"] == "inconclusive"
+  assert "rejection sampling" in verdict["reason"]
+
+
+def test_wall_time_ends_a_run(place, command):
+  folder = place / "late"
+  status = tiny.run(*command, "--max_wall_s=0", f"--output_dir={folder}")
+  assert status == 0
+  result = results.read_result(folder)
+  assert result["stopped_early"] and result["systems"] == {}
+
+
+def test_recompilation_fails_loudly(place, command, monkeypatch, capsys):
+  counts = iter(range(10**6))
+  monkeypatch.setattr(compilation, "num_compilations", lambda: next(counts))
+  folder = place / "recompiled"
+  status = tiny.run(
+    *command,
+    "--num_prompts=1",
+    "--max_tokens=4",
+    "--notoken_forcing",
+    f"--output_dir={folder}",
+  )
+  assert status == 1
+  assert results.read_result(folder)["recompiles"] > 0
+  assert "figures are not valid" in capsys.readouterr().out
+
+
+BAD = (
+  (["--no_such_flag=1"], "no_such_flag"),
+  (["stray"], "'stray'"),
+  (["--job=round"], "--job=round"),
+  (["--flagfile=absent.flags"], "absent.flags"),
+  (["--prompts=HumanEval-163"], "HumanEval-163"),
+  (["--prompts="], "prompts"),
+  (["--num_prompts=0"], "num_prompts"),
+  (["--set=num_draft=2"], "'num_draft'"),
+  (["--set=num_drafts=none"], "num_drafts='none'"),
+  (["--drafter=medusa"], "'medusa'"),
+  (["--drafter=none", "--systems=stock"], "stock needs a drafter"),
+  (["--drafter=none", "--set=num_drafts=2"], "--set needs a drafter"),
+  (["--systems=ar,best"], "'best'"),
+  (["--systems=ar,ar"], "once"),
+  (["--systems=candidate"], "--set"),
+  (["--temperature=-1"], "temperature"),
+  (["--temperature=warm"], "temperature"),
+  (["--max_tokens=0"], "max_tokens"),
+  (["--max_wall_s=nan"], "max_wall_s"),
+  (["--num_warmups=-1"], "num_warmups"),
+  (["--prefill_chunk=0"], "prefill_chunk"),
+  (["--target=/no/such/model"], "/no/such/model"),
+  (["--job=token_force"], "--requests"),
+  (["--job=token_force", "--requests=/no/such/file"], "/no/such/file"),
+)
+
+
+@pytest.mark.parametrize(("args", "culprit"), BAD, ids=lambda x: str(x))
+def test_bad_input(place, command, args, culprit, capsys):
+  folder = place / "never"
+  assert tiny.run(*command, f"--output_dir={folder}", *args) == 2
+  out, err = capsys.readouterr()
+  assert err.startswith("error: ") and culprit in err
+  assert err.count("\n") == 1
+  assert out == ""
+  assert not folder.exists()
+
+
+def test_missing_target(capsys):
+  assert tiny.run() == 2
+  assert "--target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "full"])
+def test_output_dir_that_cannot_be_written(place, command, kind, capsys):
+  taken = place / "taken"
+  taken.write_text("mine")
+  full = place / "full"
+  full.mkdir(exist_ok=True)
+  (full / "mine").write_text("mine")
+  folder = {"file": taken, "below a file": taken / "run", "full": full}[kind]
+  assert tiny.run(*command, f"--output_dir={folder}") == 2
+  out, err = capsys.readouterr()
+  assert str(folder) in err and err.count("\n") == 1 and out == ""
+  assert taken.read_text() == "mine" and len(list(full.iterdir())) == 1
+
+
+def test_report_of_nothing(place, capsys):
+  assert tiny.run("--job=report", f"--output_dir={place / 'none'}") == 2
+  assert "result.json" in capsys.readouterr().err
+
+
+def test_prompt_longer_than_the_context(place, command, capsys):
+  path = place / "long.jsonl"
+  path.write_text(json.dumps({"id": "big", "prompt": "xyz " * 200}) + "\n")
+  status = tiny.run(
+    *command, f"--prompts={path}", f"--output_dir={place / 'never'}"
+  )
+  assert status == 2
+  assert "prompt big has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "not json",
+    '{"request": "a"}',
+    "[]",
+    '{"output_ids": [], "request": "a"}',
+  ],
+)
+def test_bad_requests(place, line, capsys):
+  path = place / "bad.jsonl"
+  path.write_text(line + "\n")
+  status = tiny.run(
+    "--job=token_force", f"--target={place / 'model'}", f"--requests={path}"
+  )
+  assert status == 2
+  err = capsys.readouterr().err
+  assert "bad.jsonl:1" in err and err.count("\n") == 1
+
+
+def test_requests_of_another_vocabulary(place, finished, capsys):
+  records = results.read_requests(finished)
+  records[0]["output_ids"][0] = 10_000
+  path = place / "alien.jsonl"
+  path.write_text("".join(json.dumps(r) + "\n" for r in records))
+  status = tiny.run(
+    "--job=token_force", f"--target={place / 'model'}", f"--requests={path}"
+  )
+  assert status == 2
+  assert "token id 10000 at index 0" in capsys.readouterr().err
+
+
+def test_damaged_calibration(place, command, finished, capsys):
+  # One for greedy requests, and one for sampled ones if they were run before.
+  kept = {
+    path: path.read_bytes()
+    for path in (place / "data" / "calibration").glob("*.json")
+  }
+  for path, content in kept.items():
+    path.write_bytes(content[:-20])
+  try:
+    folder = place / "never"
+    assert tiny.run(*command, f"--output_dir={folder}") == 2
+    err = capsys.readouterr().err
+    assert any(str(path) in err for path in kept) and err.count("\n") == 1
+    assert not folder.exists()
+  finally:
+    for path, content in kept.items():
+      path.write_bytes(content)
