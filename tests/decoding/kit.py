@@ -3,17 +3,24 @@
 A referee decodes with the one-token executable and keeps the state after every
 token. A speculative engine must emit the same tokens, and after each of its
 commits its state must equal the referee's after the same number of tokens.
+State comparison finds a roll-back fault within one step, where the text may
+take hundreds of tokens to show it.
 """
 
+import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl.testing import parameterized
 
 from specpilot_jax import configs
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
 
@@ -26,17 +33,40 @@ MODES = (
   "tail_wrong",
   "none",
 )
+STATE_TOLERANCE = 1e-10
+"""Float64; summation orders differ, and nothing else may."""
+
+
+@contextlib.contextmanager
+def quick_compilation():
+  """Compiles without optimisation: most of a test's time is compilation."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.read(name)
+  jax.config.update(name, True)
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
+
+
+class Float64TestCase(parameterized.TestCase):
+  """A test that runs with 64-bit types; other tests run as users do."""
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(jax.enable_x64(True))
+    self.enterContext(quick_compilation())
 
 
 def hybrid(vocab_size=61, **overrides) -> configs.ModelConfig:
-  """Three GDN layers, one attention layer; two value heads per key head."""
+  """GDN layers before and behind attention; two value heads per key head."""
   settings = dict(
     name="tiny-hybrid",
     family="qwen3_5",
     vocab_size=vocab_size,
     hidden_size=32,
     intermediate_size=48,
-    layer_types=(configs.GDN,) * 3 + (configs.ATTENTION,),
+    layer_types=(configs.GDN, configs.ATTENTION, configs.GDN),
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -57,7 +87,9 @@ def hybrid(vocab_size=61, **overrides) -> configs.ModelConfig:
   return configs.ModelConfig(**(settings | overrides))
 
 
+@functools.cache
 def build(config, dtype: str, seed: int = 0, scale: float = 1.3):
+  """A target with random weights, large enough that its outputs vary."""
   params = target_lib.random_params(config, seed, scale)
   return target_lib.build(config, params, dtype)
 
@@ -65,7 +97,7 @@ def build(config, dtype: str, seed: int = 0, scale: float = 1.3):
 def prompts(count: int, vocab: int, seed: int = 0) -> list[list[int]]:
   """Random prompts; their lengths cover 1, conv, chunk and block edges."""
   rng = np.random.default_rng(seed)
-  edges = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33]
+  edges = [1, 4, 9, 17, 2, 33, 3, 5, 6, 7, 8, 10, 15, 16, 18, 31]
   lengths = (edges * (count // len(edges) + 1))[:count]
   return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
@@ -82,17 +114,19 @@ class ScriptContext:
   reference: jax.Array  # [T] token at each position
   right: jax.Array  # [T] drafts that are right when the anchor stands there
   offered: jax.Array  # [T] drafts that are offered
-  wrong: jax.Array  # [T] what wrong drafts say; 0 for a token in range
+  wrong: jax.Array  # [T] what wrong drafts say; ANY for a token in range
   seen: jax.Array  # [T]
   features: jax.Array  # [T, taps, D]
   length: jax.Array
+
+
+ANY = -100
 
 
 class ScriptedDrafter:
   """Drafts read off a script: right, then wrong, as many as it says."""
 
   name = "scripted"
-  taps = (0, 3)
   vocab_size = None
   params = ()
 
@@ -100,15 +134,23 @@ class ScriptedDrafter:
     self.num_slots = num_slots
     self.vocab = config.valid_vocab
     self.hidden = config.hidden_size
+    self.taps = (0, config.num_layers - 1)
     self.variable_length = variable_length
     self._script = None
 
-  def load(self, mode: str, reference, seed: int = 0) -> None:
-    """Sets the script; the engine must start a new request afterwards."""
+  def load(self, mode: str, reference, seed: int = 0, wrong=ANY) -> None:
+    """Sets the script; the engine must start a new request afterwards.
+
+    Args:
+      mode: one of `MODES`.
+      reference: prompt and output of the referee.
+      wrong: what every wrong draft says; by default a token in range that
+        differs from the right one.
+    """
     rng = np.random.default_rng(seed)
     size, k = len(reference), self.num_slots
     right, offered = np.full(size, k), np.full(size, k)
-    wrong = np.zeros(size)
+    wrong = np.full(size, wrong)
     if mode == "none":
       offered[:] = 0
     elif mode == "always_wrong":
@@ -122,7 +164,7 @@ class ScriptedDrafter:
       right[:] = k - 1
     elif mode == "out_of_range":
       right = rng.integers(0, k + 1, size)
-      wrong = np.where(rng.random(size) < 0.5, -1, self.vocab + 7)
+      wrong = np.where(rng.random(size) < 0.5, -1, self.vocab)
     else:
       assert mode == "oracle", mode
     self._script = (np.asarray(reference), right, offered, wrong)
@@ -146,6 +188,7 @@ class ScriptedDrafter:
     def place(x):
       return jnp.asarray(np.resize(np.asarray(x, np.int32), capacity))
 
+    assert self._script is not None, "no script loaded"
     reference, right, offered, wrong = self._script
     return dataclasses.replace(
       context,
@@ -156,6 +199,7 @@ class ScriptedDrafter:
     )
 
   def extend(self, params, context, tokens, taps, start, count):
+    del params
     kept = jnp.arange(tokens.shape[0]) < count
     zero = jnp.zeros((), start.dtype)
     return dataclasses.replace(
@@ -172,12 +216,14 @@ class ScriptedDrafter:
     )
 
   def draft(self, params, context, anchor, position):
+    del params, anchor
     slots = jnp.arange(self.num_slots, dtype=jnp.int32)
     capacity = context.reference.shape[0]
     right = context.reference[jnp.minimum(position + 1 + slots, capacity - 1)]
-    wrong = (right + 1 + slots) % self.vocab
     scripted = context.wrong[position]
-    wrong = jnp.where(scripted == 0, wrong, scripted)
+    wrong = jnp.where(
+      scripted == ANY, (right + 1 + slots) % self.vocab, scripted
+    )
     tokens = jnp.where(slots < context.right[position], right, wrong)
     return Lattice(
       tokens=tokens[:, None].astype(jnp.int32),
@@ -198,52 +244,208 @@ class ScriptedEngine(Engine):
     return carry
 
 
-def snapshot(carry) -> list[np.ndarray]:
-  """The meaningful part of a carry as host arrays.
+@functools.cache
+def autoregressive(
+  config, dtype: str, max_seq_len: int = 256, prefill_chunk: int = 8
+) -> Engine:
+  """The referee: the one-token executable."""
+  return Engine(
+    build(config, dtype), max_seq_len=max_seq_len, prefill_chunk=prefill_chunk
+  )
 
-  Position, anchor, keys and values up to the length, GDN states, conv windows,
-  and what a scripted drafter's context holds (after the rest).
+
+@functools.cache
+def speculative(
+  config,
+  dtype: str,
+  num_slots: int = 5,
+  *,
+  max_seq_len: int = 256,
+  prefill_chunk: int = 8,
+  acceptance: str = "match",
+  variable_length: bool = False,
+) -> ScriptedEngine:
+  """An engine with a scripted drafter; `engine.drafter.load` sets the script."""
+  return ScriptedEngine(
+    build(config, dtype),
+    drafter=ScriptedDrafter(
+      num_slots, config, variable_length=variable_length
+    ),
+    system=SystemConfig(acceptance=acceptance),
+    max_seq_len=max_seq_len,
+    prefill_chunk=prefill_chunk,
+  )
+
+
+def sibling(engine: Engine, **settings) -> Engine:
+  """A fresh engine of the same shapes that shares the compiled functions.
+
+  Args:
+    engine: one from this module.
+    settings: what the host alone decides: `tokenizer`, `host_lag`.
+  """
+  other = type(engine)(
+    build(engine.config, str(engine.dtype)),
+    drafter=engine.drafter,
+    system=engine.system,
+    max_seq_len=engine.max_seq_len,
+    prefill_chunk=engine.prefill_chunk,
+    **settings,
+  )
+  other._fns_by_features = engine._fns_by_features
+  return other
+
+
+Snapshot = dict[str, np.ndarray]
+"""The meaningful part of a carry as host arrays, by name."""
+
+
+def snapshot(carry) -> Snapshot:
+  """Position, anchor, budget, penalty counts, keys and values up to the
+  length, GDN states, conv windows, and a scripted drafter's context.
   """
   length = int(carry.target.length)
-  parts = [np.asarray(length), np.asarray(carry.anchor)]
-  for layer in carry.target.layers:
+  parts = {
+    "position": carry.target.length,
+    "anchor": carry.anchor,
+    "remaining": carry.remaining,
+  }
+  for i, layer in enumerate(carry.target.layers):
     if isinstance(layer, state_lib.AttentionState):
-      parts += [np.asarray(layer.k)[:, :length], np.asarray(layer.v)[:, :length]]
+      parts[f"{i}.k"] = layer.k[:, :length]
+      parts[f"{i}.v"] = layer.v[:, :length]
     else:
-      parts += [np.asarray(layer.recurrent), np.asarray(layer.conv)]
+      parts[f"{i}.recurrent"] = layer.recurrent
+      parts[f"{i}.conv"] = layer.conv
+  if carry.history is not None:
+    parts["history.output"] = carry.history.output
+    parts["history.prompt"] = carry.history.prompt.astype(jnp.int32)
   if isinstance(carry.drafter, ScriptContext):
-    parts += [np.asarray(carry.drafter.length)]
-    parts += [np.asarray(carry.drafter.seen)[:length]]
-    parts += [np.asarray(carry.drafter.features)[:length]]
-  return parts
+    parts["drafter.length"] = carry.drafter.length
+    parts["drafter.tokens"] = carry.drafter.seen[:length]
+    parts["drafter.taps"] = carry.drafter.features[:length]
+  # Copies: on a CPU the host array would share the device's buffer, which the
+  # next step writes over.
+  return {name: np.array(part) for name, part in parts.items()}
 
 
-def difference(a: list[np.ndarray], b: list[np.ndarray]) -> float:
-  """Largest absolute difference; infinite where shapes differ."""
-  worst = 0.0
-  # A referee without a drafter has no drafter context to compare.
-  for x, y in zip(a, b, strict=False):
+def differences(a: Snapshot, b: Snapshot) -> dict[str, float]:
+  """Largest absolute difference per part; infinite where shapes differ.
+
+  Parts that only one side has are left out: an engine without a drafter has
+  no drafter context.
+  """
+  result = {}
+  for name in a.keys() & b.keys():
+    x, y = a[name], b[name]
     if x.shape != y.shape:
-      return float("inf")
-    if x.size:
-      worst = max(worst, float(np.max(np.abs(x - y))))
-  return worst
+      result[name] = float("inf")
+    else:
+      difference = np.abs(x.astype(np.float64) - y).max(initial=0.0)
+      result[name] = float("inf") if np.isnan(difference) else float(difference)
+  return result
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Reference:
   """A referee's run: tokens, and the state after each of them."""
 
-  output: object
-  states: list[list[np.ndarray]]
+  prompt: list[int]
+  sampling: SamplingParams
+  tokens: tuple[int, ...]
+  states: list[Snapshot]
 
-  def state_after(self, tokens: int) -> list[np.ndarray]:
-    return self.states[tokens - 1]
+  @property
+  def sequence(self) -> list[int]:
+    return [*self.prompt, *self.tokens]
 
 
-def referee(engine: Engine, prompt, sampling) -> Reference:
-  """Runs the one-token engine and records every state."""
-  states = [
-    snapshot(carry) for carry, _ in engine.steps(prompt, sampling)
-  ]
-  return Reference(output=engine.generate(prompt, sampling), states=states)
+def referee(engine: Engine, prompt, sampling, reference=None) -> Reference:
+  """Runs an engine that commits one token per step and records every state.
+
+  Args:
+    reference: for an engine with a scripted drafter, which then offers no
+      drafts: the referee of the drafter's context.
+  """
+  if isinstance(engine.drafter, ScriptedDrafter):
+    engine.drafter.load("none", reference)
+  tokens, states = [], []
+  for carry, result in engine.steps(prompt, sampling):
+    assert len(result.tokens) == 1
+    tokens += result.tokens
+    states.append(snapshot(carry))
+  return Reference(list(prompt), sampling, tuple(tokens), states)
+
+
+class Mismatch(AssertionError):
+  """The speculative engine is not the referee.
+
+  Attributes:
+    check: what differs: `tokens`, or the name of a part of the state without
+      its layer.
+  """
+
+  def __init__(self, check: str, text: str):
+    super().__init__(f"{check}: {text}")
+    self.check = check
+
+
+@dataclasses.dataclass
+class Comparison:
+  """What a speculative run did, and its largest distance from the referee."""
+
+  accepted: list[int]
+  drafted: list[int]
+  emitted: list[int]
+  worst: dict[str, float]
+
+  @property
+  def worst_state(self) -> float:
+    return max(self.worst.values(), default=0.0)
+
+
+def compare(
+  engine: Engine, reference: Reference, *more: Reference
+) -> Comparison:
+  """Runs the request speculatively; checks every token and every state.
+
+  Args:
+    engine: its script, if any, is loaded.
+    reference: the one-token referee's run.
+    more: further runs to compare the states with.
+
+  Raises:
+    Mismatch: at the first difference.
+  """
+  tokens: list[int] = []
+  done = Comparison([], [], [], {})
+  for carry, result in engine.steps(reference.prompt, reference.sampling):
+    tokens += result.tokens
+    done.accepted.append(result.accepted)
+    done.drafted.append(result.drafted)
+    done.emitted.append(len(result.tokens))
+    step = f"step {len(done.emitted)}, {len(tokens)} tokens"
+    if tuple(tokens) != reference.tokens[: len(tokens)]:
+      raise Mismatch(
+        "tokens",
+        f"{step}: {result.tokens} instead of"
+        f" {reference.tokens[len(tokens) - len(result.tokens) : len(tokens)]}",
+      )
+    if not tokens:
+      raise Mismatch("tokens", f"{step}: nothing was emitted")
+    now = snapshot(carry)
+    for other in (reference, *more):
+      found = differences(now, other.states[len(tokens) - 1])
+      name = max(found, key=lambda n: (found[n], n))
+      if found[name] > STATE_TOLERANCE:
+        raise Mismatch(
+          name.rsplit(".", 1)[-1] if name[0].isdigit() else name,
+          f"{step}: {name} differs by {found[name]:.3g}",
+        )
+      for part, value in found.items():
+        done.worst[part] = max(done.worst.get(part, 0.0), value)
+  if tuple(tokens) != reference.tokens:
+    raise Mismatch(
+      "tokens", f"{len(tokens)} instead of {len(reference.tokens)}"
+    )
+  return done
