@@ -64,7 +64,9 @@ def tree_attention(
   top = jnp.maximum(prefix.max(-1), nodes.max(-1))[..., None]
   prefix, nodes = jnp.exp(prefix - top), jnp.exp(nodes - top)
   total = prefix.sum(-1) + nodes.sum(-1)  # [Hkv, G, N]
-  out = einsum("kgnt,ktd->nkgd", prefix.astype(v_prefix.dtype), v_prefix)
-  out += einsum("kgnm,mkd->nkgd", nodes.astype(v_nodes.dtype), v_nodes)
-  out = out / jnp.moveaxis(total, -1, 0)[..., None]
+  # Results heads first: XLA's CPU backend has no bfloat16 product that writes
+  # the transposed form.
+  out = einsum("kgnt,ktd->kgnd", prefix.astype(v_prefix.dtype), v_prefix)
+  out += einsum("kgnm,mkd->kgnd", nodes.astype(v_nodes.dtype), v_nodes)
+  out = jnp.moveaxis(out / total[..., None], 2, 0)
   return out.reshape(n, heads, dim).astype(q.dtype)
