@@ -176,7 +176,9 @@ def token_force(settings: Settings) -> int:
       f"{settings.requests} mixes greedy and sampled requests; each has its"
       " own calibration"
     )
-  dtype = settings.dtype or recorded[0].get("run", {}).get("dtype")
+  run_label = recorded[0].get("run")
+  recorded_dtype = run_label["dtype"] if run_label else None
+  dtype = settings.dtype or recorded_dtype
   loading.prepare_jax(dtype)
   model = loading.load_target(settings.target, dtype)
   lengths = [len(r["prompt_ids"]) + len(r["output_ids"]) for r in recorded]

@@ -33,10 +33,10 @@ def sampling_of(record: Record) -> SamplingParams:
     SpecPilotError: unknown field, or a value out of range.
   """
   fields = dict(record["sampling"])
-  for name in ("stop", "stop_token_ids"):
-    if name in fields:
-      fields[name] = tuple(fields[name])
   try:
+    for name in ("stop", "stop_token_ids"):
+      if name in fields:
+        fields[name] = tuple(fields[name])
     return SamplingParams(**fields)
   except TypeError as e:
     raise SpecPilotError(

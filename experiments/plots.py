@@ -9,8 +9,10 @@ from matplotlib.figure import Figure
 
 Systems = Mapping[str, Mapping[str, Any]]
 
-# Distinct for readers with colour-blindness too (Okabe and Ito's palette).
-_COLOURS = ("#888888", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
+# Distinct for readers with colour-blindness too (Okabe and Ito's palette). A
+# system has one colour in all plots.
+_COLOURS = {"ar": "#888888", "stock": "#0072b2", "candidate": "#d55e00"}
+_OTHERS = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def _png(figure: Figure) -> bytes:
@@ -30,7 +32,17 @@ def _axes(width: float = 6.4, height: float = 3.4):
 
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
-  return {n: _COLOURS[i % len(_COLOURS)] for i, n in enumerate(names)}
+  others = [name for name in names if name not in _COLOURS]
+  return _COLOURS | {
+    name: _OTHERS[i % len(_OTHERS)] for i, name in enumerate(others)
+  }
+
+
+def _legend(axes) -> None:
+  """Above the plot, where it hides nothing."""
+  axes.legend(
+    frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9
+  )
 
 
 def speed_by_group(systems: Systems, field: str, label: str) -> bytes:
@@ -49,7 +61,7 @@ def speed_by_group(systems: Systems, field: str, label: str) -> bytes:
   axes.set_xticks(range(len(groups)), groups)
   axes.set_xlabel(label)
   axes.set_ylabel("output tokens per second")
-  axes.legend(frameon=False)
+  _legend(axes)
   return _png(figure)
 
 
@@ -68,7 +80,7 @@ def histogram(systems: Systems) -> bytes:
   axes.set_xticks(range(longest))
   axes.set_xlabel("accepted drafts of a verify pass")
   axes.set_ylabel("share of passes")
-  axes.legend(frameon=False)
+  _legend(axes)
   return _png(figure)
 
 
@@ -88,10 +100,11 @@ def position_rates(systems: Systems) -> bytes:
         color=colours[name],
         label=f"{name}, {field}",
       )
-  axes.set_ylim(0, 1)
+  # A rate of 1 keeps its whole marker.
+  axes.set_ylim(0, 1.05)
   axes.set_xlabel("draft position")
   axes.set_ylabel("acceptance rate")
-  axes.legend(frameon=False)
+  _legend(axes)
   return _png(figure)
 
 
@@ -104,21 +117,21 @@ def paired_speedups(
     pairs: system to (tau, speedup) of its requests.
   """
   figure, axes = _axes()
-  colours = _colours(["ar", *pairs])
+  colours = _colours(list(pairs))
   for name, points in pairs.items():
     x, y = np.asarray(points, float).T
     axes.scatter(x, y, s=18, alpha=0.75, color=colours[name], label=name)
   axes.axhline(1, color="#888888", linewidth=1)
   axes.set_xlabel("acceptance length of the request")
   axes.set_ylabel("TPOT of ar / TPOT of the system")
-  axes.legend(frameon=False)
+  _legend(axes)
   return _png(figure)
 
 
 def decile_flips(forcing: Mapping[str, Mapping[str, Any]]) -> bytes:
   """Flip rates along the outputs, systems and their controls."""
   figure, axes = _axes()
-  colours = _colours(["ar", *forcing])
+  colours = _colours(list(forcing))
   at = np.arange(1, 11)
   for name, verdict in forcing.items():
     for field, label, style in (
@@ -136,8 +149,9 @@ def decile_flips(forcing: Mapping[str, Mapping[str, Any]]) -> bytes:
         label=label,
       )
   axes.set_xticks(at)
-  axes.set_ylim(bottom=0)
+  # All zero is a line, not an empty plot.
+  axes.set_ylim(0, max(1e-3, 1.1 * axes.get_ylim()[1]))
   axes.set_xlabel("tenth of the output")
   axes.set_ylabel("flips per token")
-  axes.legend(frameon=False)
+  _legend(axes)
   return _png(figure)

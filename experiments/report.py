@@ -13,6 +13,7 @@ from typing import Any
 from experiments import forcing, plots, results
 from experiments.console import number
 from experiments.settings import AR
+from specpilot_jax.errors import SpecPilotError
 
 HTML, MARKDOWN = "report.html", "report.md"
 
@@ -105,7 +106,12 @@ def rewrite(folder: Path) -> Path:
   if result["systems"]:
     for record in results.read_requests(folder):
       records.setdefault(record["system"], []).append(record)
-  return write(folder, result, records)
+  try:
+    return write(folder, result, records)
+  except (KeyError, TypeError, AttributeError, ValueError) as e:
+    raise SpecPilotError(
+      f"{folder / results.RESULT}: damaged ({type(e).__name__}: {e})"
+    ) from None
 
 
 def _blocks(result, records) -> list[Block]:

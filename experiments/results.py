@@ -191,6 +191,11 @@ def _check_record(record: Any, where: str) -> None:
         f"{where}: field {field!r} is {record.get(field)!r}, expected"
         f" {kind.__name__}"
       )
+  label = record.get("run")
+  if label is not None and not (
+    isinstance(label, dict) and isinstance(label.get("dtype"), str)
+  ):
+    raise SpecPilotError(f"{where}: field 'run' must be an object with a dtype")
   for field in ("prompt_ids", "output_ids"):
     ids = record[field]
     # bool is an int in Python, not in JSON.

@@ -99,7 +99,7 @@ class Option:
     assert set(self.deployments) <= set(DEPLOYMENTS), self.deployments
 
   @property
-  def default(self) -> Value:
+  def default(self) -> Any:
     """Stock's value."""
     for field in dataclasses.fields(SystemConfig):
       if field.name == self.name:
