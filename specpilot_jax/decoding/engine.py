@@ -103,7 +103,9 @@ class Engine:
     self.drafter = drafter
     self.tokenizer = tokenizer
     self.system = system
-    self.max_seq_len = max_seq_len or config.context_length
+    if max_seq_len is None:
+      max_seq_len = config.context_length
+    self.max_seq_len = max_seq_len
     self.prefill_chunk = prefill_chunk
     self._check(config, drafter, tokenizer)
     num_drafts = 0
@@ -187,7 +189,12 @@ class Engine:
 
   def check_ids(self, ids: Sequence[int], what: str) -> np.ndarray:
     """Token ids as int32; raises where one is out of range."""
-    array = np.asarray(ids)
+    try:
+      array = np.asarray(ids)
+    except ValueError:  # Rows of different length.
+      raise SpecPilotError(
+        f"{what} must be a sequence of integers, got a ragged one"
+      ) from None
     if array.size == 0:
       raise SpecPilotError(f"{what} is empty")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -228,6 +235,12 @@ class Engine:
     return carry
 
   def _request(self, sampling: SamplingParams) -> step_lib.Request:
+    for token in sampling.stop_token_ids:
+      if token >= self.config.vocab_size:
+        raise SpecPilotError(
+          f"stop token id {token} is outside the vocabulary of"
+          f" {self.config.vocab_size}"
+        )
     ids = sampling.stop_ids(self.config.eos_token_ids)
     padded = np.full(sampling_lib.MAX_STOP_IDS, -1, np.int32)
     padded[: len(ids)] = ids

@@ -11,7 +11,7 @@ All three filters amount to one threshold per node; ties at it are kept.
 
 import dataclasses
 import enum
-import math
+import numbers
 from collections.abc import Sequence
 
 import jax
@@ -22,6 +22,9 @@ from specpilot_jax.errors import SpecPilotError
 
 MAX_STOP_IDS = 16
 """Stop ids a request may have, end-of-sequence ids of the model included."""
+
+LARGEST = 1e6
+"""Bound of temperature and penalties."""
 
 
 class Stream(enum.IntEnum):
@@ -73,28 +76,52 @@ class SamplingParams:
         value = getattr(self, field)
         raise SpecPilotError(f"{field} must be {expected}, got {value!r}")
 
-    def finite(x):
-      return isinstance(x, (int, float)) and math.isfinite(x)
+    def number(field, low, high, expected):
+      value = getattr(self, field)
+      good = isinstance(value, numbers.Real) and low <= value <= high
+      check(good, field, expected)
 
-    for field in ("temperature", "presence_penalty", "frequency_penalty"):
-      check(finite(getattr(self, field)), field, "a finite number")
-    check(self.temperature >= 0, "temperature", "at least 0")
+    def whole(value):
+      return isinstance(value, numbers.Integral) and value is not True
+
+    def integer(field, low, high, expected):
+      value = getattr(self, field)
+      check(whole(value) and low <= value <= high, field, expected)
+
+    # Bounds that keep every product finite in float32: infinity times zero
+    # would turn a masked logit into NaN.
+    number("temperature", 0, LARGEST, f"a number from 0 to {LARGEST:g}")
     check(
       self.temperature == 0 or self.temperature >= 1e-3,
       "temperature",
       "0 (greedy) or at least 0.001",
     )
-    check(self.top_k >= 0, "top_k", "0 (off) or positive")
-    check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-    check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-    check(
-      finite(self.repetition_penalty) and self.repetition_penalty > 0,
+    integer("top_k", 0, 2**31 - 1, "0 (off) or a positive integer")
+    number("top_p", 0, 1, "in (0, 1]")
+    check(self.top_p > 0, "top_p", "in (0, 1]")
+    number("min_p", 0, 1, "in [0, 1]")
+    for field in ("presence_penalty", "frequency_penalty"):
+      number(field, -LARGEST, LARGEST, f"a number within +-{LARGEST:g}")
+    number(
       "repetition_penalty",
-      "positive",
+      1 / LARGEST,
+      LARGEST,
+      f"a number from {1 / LARGEST:g} to {LARGEST:g}",
     )
-    check(0 <= self.seed < 2**32, "seed", "in [0, 2^32)")
-    check(self.max_tokens >= 1, "max_tokens", "at least 1")
-    check(all(self.stop), "stop", "a tuple of non-empty strings")
+    integer("seed", 0, 2**32 - 1, "an integer in [0, 2^32)")
+    integer("max_tokens", 1, 2**31 - 1, "a positive integer")
+    check(
+      isinstance(self.stop, (tuple, list))
+      and all(isinstance(s, str) and s for s in self.stop),
+      "stop",
+      "a tuple of non-empty strings",
+    )
+    check(
+      isinstance(self.stop_token_ids, (tuple, list))
+      and all(whole(i) and i >= 0 for i in self.stop_token_ids),
+      "stop_token_ids",
+      "a tuple of token ids",
+    )
 
   @property
   def loops_end(self) -> bool:
