@@ -131,7 +131,10 @@ class StepFns:
       )
     return Carry(
       target=state_lib.reset_state(carry.target),
-      drafter=jax.tree.map(jnp.zeros_like, carry.drafter),
+      # The prompt is padded to the capacity.
+      drafter=(
+        self.drafter.init_context(prompt.shape[0]) if self.drafter else None
+      ),
       anchor=prompt[length - 1],
       remaining=limit,
       history=history,
