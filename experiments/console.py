@@ -30,6 +30,8 @@ class Progress:
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.fields[note]}"),
+        # A thread that redraws would share the processor with what is timed.
+        auto_refresh=False,
       )
       self._task = self._bar.add_task(title, total=total, note="")
 
@@ -46,6 +48,7 @@ class Progress:
     self._done += 1
     if self._bar:
       self._bar.update(self._task, advance=1, note=note)
+      self._bar.refresh()
     else:
       width = len(str(self._total))
       say(f"{self._title} {self._done:{width}}/{self._total}  {note}")
