@@ -6,7 +6,9 @@ import numpy as np
 def random_parents(rng, size: int) -> list[int]:
   """Parents first; -1 for the root. Chains, bushes and what is between."""
   reach = rng.integers(1, size + 1)
-  return [-1] + [int(rng.integers(max(0, i - reach), i)) for i in range(1, size)]
+  return [-1] + [
+    int(rng.integers(max(0, i - reach), i)) for i in range(1, size)
+  ]
 
 
 def path_to(parents, node: int) -> list[int]:

@@ -10,6 +10,7 @@ take hundreds of tokens to show it.
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ class Float64TestCase(parameterized.TestCase):
 
 def hybrid(vocab_size=61, **overrides) -> configs.ModelConfig:
   """GDN layers before and behind attention; two value heads per key head."""
-  settings = dict(
+  settings: dict[str, Any] = dict(
     name="tiny-hybrid",
     family="qwen3_5",
     vocab_size=vocab_size,
@@ -127,14 +128,14 @@ class ScriptedDrafter:
   """Drafts read off a script: right, then wrong, as many as it says."""
 
   name = "scripted"
-  vocab_size = None
-  params = ()
+  vocab_size: int | None = None
+  params: Any = ()
 
   def __init__(self, num_slots: int, config, *, variable_length=False):
     self.num_slots = num_slots
     self.vocab = config.valid_vocab
     self.hidden = config.hidden_size
-    self.taps = (0, config.num_layers - 1)
+    self.taps: tuple[int, ...] = (0, config.num_layers - 1)
     self.variable_length = variable_length
     self._script = None
 
@@ -235,6 +236,11 @@ class ScriptedDrafter:
 class ScriptedEngine(Engine):
   """An engine that puts the script back after the reset."""
 
+  def load(self, mode: str, reference, **settings) -> None:
+    """See `ScriptedDrafter.load`."""
+    assert isinstance(self.drafter, ScriptedDrafter)
+    self.drafter.load(mode, reference, **settings)
+
   def _start(self, compiled, prompt, limit):
     carry = super()._start(compiled, prompt, limit)
     if isinstance(self.drafter, ScriptedDrafter):
@@ -265,19 +271,17 @@ def speculative(
   acceptance: str = "match",
   variable_length: bool = False,
 ) -> ScriptedEngine:
-  """An engine with a scripted drafter; `engine.drafter.load` sets the script."""
+  """An engine with a scripted drafter; its `load` sets the script."""
   return ScriptedEngine(
     build(config, dtype),
-    drafter=ScriptedDrafter(
-      num_slots, config, variable_length=variable_length
-    ),
+    drafter=ScriptedDrafter(num_slots, config, variable_length=variable_length),
     system=SystemConfig(acceptance=acceptance),
     max_seq_len=max_seq_len,
     prefill_chunk=prefill_chunk,
   )
 
 
-def sibling(engine: Engine, **settings) -> Engine:
+def sibling[E: Engine](engine: E, **settings: Any) -> E:
   """A fresh engine of the same shapes that shares the compiled functions.
 
   Args:

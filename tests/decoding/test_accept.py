@@ -210,7 +210,5 @@ class TreePassTest(kit.Float64TestCase):
 
     state = passed(nodes.tokens, state, jnp.int32(4))
     same = passed(nodes.tokens + 9, state, jnp.int32(0))
-    for a, b in zip(
-      jax.tree.leaves(state), jax.tree.leaves(same), strict=True
-    ):
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(same), strict=True):
       np.testing.assert_array_equal(a, b)

@@ -10,6 +10,7 @@ the test can see.
 
 import dataclasses
 import functools
+from typing import Any
 from unittest import mock
 
 import jax
@@ -43,10 +44,10 @@ class WrongDrafter:
 
   name = "wrong"
   num_slots = 3
-  taps = ()
-  vocab_size = VOCAB
+  taps: tuple[int, ...] = ()
+  vocab_size: int | None = VOCAB
   variable_length = False
-  params = ()
+  params: Any = ()
 
   tokens = np.array([[0, 1, 2, 5], [3, 2, 2, 1], [5, 0, 4, 3]], np.int32)
   scores = np.log(

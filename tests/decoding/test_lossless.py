@@ -55,7 +55,7 @@ class LosslessTest(kit.Float64TestCase):
     for mode in modes:
       accepted, drafted, steps, worst = 0, 0, 0, 0.0
       for i, (plain, drafter) in enumerate(pairs):
-        scripted.drafter.load(mode, plain.sequence, seed=i)
+        scripted.load(mode, plain.sequence, seed=i)
         done = kit.compare(scripted, plain, drafter)
         accepted += sum(done.accepted)
         drafted += sum(done.drafted)
@@ -93,9 +93,7 @@ class LosslessTest(kit.Float64TestCase):
     ("greedy_with_a_branch_of_one_node", GREEDY, True),
   )
   def test_scripted_drafters(self, sampling, variable_length):
-    scripted = kit.speculative(
-      BASE, "float64", variable_length=variable_length
-    )
+    scripted = kit.speculative(BASE, "float64", variable_length=variable_length)
     pairs = self.references(
       kit.autoregressive(BASE, "float64"), scripted, sampling, PROMPTS
     )

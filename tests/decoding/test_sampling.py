@@ -56,7 +56,9 @@ class GumbelTest(parameterized.TestCase):
   def test_a_position_has_its_noise_in_any_pass(self):
     whole = noise(5, np.arange(8), 30)
     for position in range(8):
-      np.testing.assert_array_equal(noise(5, [position], 30)[0], whole[position])
+      np.testing.assert_array_equal(
+        noise(5, [position], 30)[0], whole[position]
+      )
     np.testing.assert_array_equal(noise(5, [3, 3, 6], 30), whole[[3, 3, 6]])
 
   def test_same_bits_in_every_precision(self):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from absl.testing import parameterized
@@ -14,6 +15,8 @@ from flax import nnx
 from tokenizers import decoders, models
 
 from specpilot_jax.decoding import stops
+from specpilot_jax.decoding.draft import Lattice
+from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import target as target_lib
@@ -64,7 +67,7 @@ class StopsTest(kit.Float64TestCase):
     self.load("oracle")
 
   def load(self, mode, **settings):
-    self.fast.drafter.load(mode, [*PROMPT, *self.output], **settings)
+    self.fast.load(mode, [*PROMPT, *self.output], **settings)
 
   def with_tokenizer(self, pieces):
     """Both engines, fresh, with a tokenizer made to fit the output."""
@@ -153,7 +156,7 @@ class StopsTest(kit.Float64TestCase):
       self.load(mode)
       self.fast.generate([*PROMPT, *PROMPT, *PROMPT], GREEDY)
       for engine in (self.fast, kit.sibling(self.fast)):
-        engine.drafter.load(mode, reference.sequence)
+        engine.load(mode, reference.sequence)
         kit.compare(engine, reference)
     # To the bit, a used engine is a fresh one.
     used, fresh = (
@@ -332,9 +335,11 @@ class EndsTest(kit.Float64TestCase):
     sampling = dataclasses.replace(GREEDY, max_tokens=1000)
     for room in (1, 2, 3, K, K + 1, K + 2, 20):
       prompt = text[: self.CONTEXT - room]
-      output = long.generate(prompt, dataclasses.replace(GREEDY, max_tokens=room))
+      output = long.generate(
+        prompt, dataclasses.replace(GREEDY, max_tokens=room)
+      )
       for mode in ("oracle", "mixed", "always_wrong"):
-        fast.drafter.load(mode, [*prompt, *output.token_ids])
+        fast.load(mode, [*prompt, *output.token_ids])
         for engine in (plain, fast):
           result = engine.generate(prompt, sampling)
           self.assertEqual(result.token_ids, output.token_ids)
@@ -354,7 +359,7 @@ class EndsTest(kit.Float64TestCase):
     eos = output[K + 3]
     at = output.index(eos)
     for engine in (plain, fast):
-      fast.drafter.load("oracle", [*prompt, *output])
+      fast.load("oracle", [*prompt, *output])
       engine.config = dataclasses.replace(CONFIG, eos_token_ids=(eos,))
       try:
         result = engine.generate(prompt, SamplingParams(max_tokens=20))
@@ -387,9 +392,7 @@ class EndsTest(kit.Float64TestCase):
     self.assertEqual(expected.finish_reason, "loop")
     self.assertLess(len(expected.token_ids), 150)
     for settings in (dict(ignore_eos=True), dict(loop_detection=False)):
-      result = plain.generate(
-        PROMPT, dataclasses.replace(looping, **settings)
-      )
+      result = plain.generate(PROMPT, dataclasses.replace(looping, **settings))
       self.assertEqual(result.finish_reason, "length")
       self.assertLen(result.token_ids, 200)
       self.assertEqual(
@@ -397,10 +400,48 @@ class EndsTest(kit.Float64TestCase):
       )
     for engine in (fast, late):
       for mode in ("oracle", "mixed", "tail_wrong"):
-        engine.drafter.load(mode, [*PROMPT, *result.token_ids])
+        engine.load(mode, [*PROMPT, *result.token_ids])
         found = engine.generate(PROMPT, looping)
         self.assertEqual(found.token_ids, expected.token_ids)
         self.assertEqual(found.finish_reason, "loop")
+
+
+class CountingDrafter(kit.ScriptedDrafter):
+  """A context whose empty form is not all zeros."""
+
+  def init_context(self, capacity):
+    self.capacity = capacity
+    return jnp.full((), 1000, jnp.int32)
+
+  def extend(self, params, context, tokens, taps, start, count):
+    return context + count
+
+  def draft(self, params, context, anchor, position):
+    return Lattice(
+      tokens=jnp.zeros((self.num_slots, 1), jnp.int32),
+      scores=jnp.zeros((self.num_slots, 1)),
+      count=jnp.zeros((), jnp.int32),
+    )
+
+
+class ResetTest(parameterized.TestCase):
+  def test_each_request_begins_with_an_empty_context(self):
+    engine = Engine(
+      kit.build(CONFIG, "float32"),
+      drafter=CountingDrafter(2, CONFIG),
+      max_seq_len=32,
+      prefill_chunk=4,
+    )
+    self.assertEqual(engine.drafter.capacity, 32 + 4)
+    for _ in range(2):
+      contexts = [
+        int(carry.drafter)
+        for carry, _ in engine.steps(PROMPT, SamplingParams(max_tokens=3))
+      ]
+      # The anchor is not part of it.
+      start = 1000 + len(PROMPT)
+      self.assertEqual(contexts, [start, start + 1, start + 2])
+    self.assertEqual(engine.drafter.capacity, 32 + 4)
 
 
 class HostPiecesTest(parameterized.TestCase):

@@ -71,9 +71,7 @@ class GatedDeltaTest(parameterized.TestCase):
     chain = list(range(-1, size - 1))
     for parents in (chain, *(trees.random_parents(rng, size) for _ in "ab")):
       tokens, state = inputs(rng, size, repeat=repeat)
-      o, u, decay = tree_verify(
-        *tokens, state, trees.mask_of(parents)
-      )
+      o, u, decay = tree_verify(*tokens, state, trees.mask_of(parents))
       for node in range(size):
         path = trees.path_to(parents, node)
         expected, after = recurrence(select(tokens, path), state)
@@ -88,19 +86,13 @@ class GatedDeltaTest(parameterized.TestCase):
   def test_commit_of_a_part_of_a_path_and_of_nothing(self):
     tokens, state = inputs(np.random.default_rng(1), 6)
     path = np.arange(6, dtype=np.int32)
-    _, u, decay = tree_verify(
-      *tokens, state, np.tril(np.ones((6, 6), bool))
-    )
+    _, u, decay = tree_verify(*tokens, state, np.tril(np.ones((6, 6), bool)))
     for count in range(7):
-      after = commit(
-        state, tokens[1], u, decay, path, np.int32(count)
-      )
+      after = commit(state, tokens[1], u, decay, path, np.int32(count))
       if count == 0:
         np.testing.assert_array_equal(after, state)
       else:
-        _, expected = recurrence(
-          select(tokens, path[:count]), state
-        )
+        _, expected = recurrence(select(tokens, path[:count]), state)
         np.testing.assert_allclose(after, expected, atol=TOLERANCE)
 
   def test_nodes_that_do_not_exist(self):
@@ -141,9 +133,7 @@ class GatedDeltaTest(parameterized.TestCase):
       second = select(tokens, np.arange(cut, 100))
       a, middle = chunk_prefill(*first, state, np.int32(cut))
       b, end = chunk_prefill(*second, middle, np.int32(100 - cut))
-      np.testing.assert_allclose(
-        np.concatenate([a, b]), whole, atol=TOLERANCE
-      )
+      np.testing.assert_allclose(np.concatenate([a, b]), whole, atol=TOLERANCE)
       np.testing.assert_allclose(end, last, atol=TOLERANCE)
 
   @parameterized.parameters(np.float32, np.float64)

@@ -36,9 +36,7 @@ class TreeAttentionTest(parameterized.TestCase):
       rng.normal(size=(kv_heads, capacity, dim)),
     )
 
-  @parameterized.product(
-    size=(1, 6, 17), length=(0, 1, 11, 12), group=(1, 3)
-  )
+  @parameterized.product(size=(1, 6, 17), length=(0, 1, 11, 12), group=(1, 3))
   def test_float64(self, size, length, group):
     rng = np.random.default_rng(size)
     with jax.enable_x64(True):
@@ -89,7 +87,7 @@ class TreeAttentionTest(parameterized.TestCase):
       *arrays, np.int32(7), trees.mask_of(parents), 0.5
     )
     self.assertEqual(out.dtype, dtype)
-    exact = naive(
-      *(np.asarray(x, np.float64) for x in arrays), 7, parents, 0.5
+    exact = naive(*(np.asarray(x, np.float64) for x in arrays), 7, parents, 0.5)
+    np.testing.assert_allclose(
+      np.asarray(out, np.float64), exact, atol=tolerance
     )
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=tolerance)
