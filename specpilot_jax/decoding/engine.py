@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -298,7 +298,7 @@ class Engine:
 
   def stream(
     self, prompt_ids: Sequence[int], sampling: SamplingParams
-  ) -> Iterator[StreamChunk]:
+  ) -> Generator[StreamChunk, None, None]:
     """Decodes a request; yields chunks as they appear, the last with `output`.
 
     Raises:
