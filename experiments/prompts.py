@@ -34,7 +34,9 @@ _GSM8K = (
 class ChatTokenizer(Protocol):
   """The part of `specpilot_jax.tokenizer.Tokenizer` that prompts need."""
 
-  def encode(self, text: str) -> list[int]: ...
+  def encode(
+    self, text: str, *, add_special_tokens: bool = True
+  ) -> list[int]: ...
 
   def chat(
     self, messages: list[dict[str, str]], add_generation_prompt: bool = True
@@ -190,7 +192,11 @@ def load_prompts(
     return prompts
   return [
     dataclasses.replace(
-      p, token_ids=tuple(tokenizer.encode(p.render(tokenizer)))
+      p,
+      token_ids=tuple(
+        # A chat template writes the special tokens itself.
+        tokenizer.encode(p.render(tokenizer), add_special_tokens=not p.chat)
+      ),
     )
     for p in prompts
   ]

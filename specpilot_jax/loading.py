@@ -17,8 +17,6 @@ from specpilot_jax.tokenizer import Tokenizer
 DRAFTERS = ("none", "prompt_lookup")
 """Drafters that every target can use."""
 
-_PROMPT_LOOKUP_DRAFTS = 7
-
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
@@ -86,7 +84,7 @@ def make_drafter(name: str) -> Drafter | None:
   if name == "none":
     return None
   if name == "prompt_lookup":
-    return PromptLookup(_PROMPT_LOOKUP_DRAFTS)
+    return PromptLookup()
   raise SpecPilotError(
     f"unknown drafter {name!r}; drafters: {', '.join(DRAFTERS)}"
   )

@@ -448,10 +448,13 @@ class Engine:
           np.int32(count),
           tolerance,
         )
-        results.append(jax.tree.map(lambda x, c=count: x[:c], result))
+        results.append((result, count))
     finally:
       self._carry = carry
-    results = jax.device_get(results)
+    results = [
+      jax.tree.map(lambda x, c=count: x[:c], jax.device_get(result))
+      for result, count in results
+    ]
     scores = TokenScores(
       logprobs=np.concatenate([r.logprob for r in results]).astype(np.float64),
       argmax=np.concatenate([r.argmax for r in results]),

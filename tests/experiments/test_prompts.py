@@ -15,7 +15,7 @@ COUNTS = {"HumanEval-164": 164, "MT-Bench-80": 80, "GSM8K-100": 100}
 class UpperTokenizer:
   """A tokenizer whose ids are code points, with a visible chat template."""
 
-  def encode(self, text):
+  def encode(self, text, *, add_special_tokens=True):
     return [ord(c) for c in text]
 
   def chat(self, messages, add_generation_prompt=True):
