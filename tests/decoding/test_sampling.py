@@ -120,7 +120,9 @@ class FilterTest(parameterized.TestCase):
         np.float64, temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p
       )
       features = sampling_lib.Features(False, True, False)
-      law = np.asarray(sampling_lib.law(logits, sampling, features))
+      law = np.asarray(
+        sampling_lib.law(jnp.asarray(logits), sampling, features)
+      )
       for row in range(40):
         scaled = logits[row] / 0.7
         kept = kept_oracle(scaled, top_k, top_p, min_p) & np.isfinite(scaled)
@@ -137,7 +139,7 @@ class FilterTest(parameterized.TestCase):
     features = sampling_lib.Features(False, True, False)
     positions = jnp.arange(500, dtype=jnp.int32)
     chosen = np.asarray(
-      sampling_lib.choose(logits, sampling, features, positions)
+      sampling_lib.choose(jnp.asarray(logits), sampling, features, positions)
     )
     best = np.argsort(-logits, axis=1)[:, :4]
     self.assertTrue((chosen[:, None] == best).any(axis=1).all())
@@ -164,7 +166,12 @@ class FilterTest(parameterized.TestCase):
         noised += 2.0 * noise(0, np.arange(50), 20)
       for token in (0, 7):
         gap = sampling_lib.choice_gap(
-          logits, sampling, features, positions, jnp.full(50, token), 0.5
+          jnp.asarray(logits),
+          sampling,
+          features,
+          positions,
+          jnp.full(50, token),
+          0.5,
         )
         np.testing.assert_allclose(
           gap, noised.max(axis=1) - noised[:, token], atol=1e-5
@@ -176,7 +183,7 @@ class FilterTest(parameterized.TestCase):
     sampling = arrays(temperature=1.0, top_k=2, seed=0)
     features = sampling_lib.Features(False, True, False)
     positions = jnp.arange(300, dtype=jnp.int32)
-    rows = np.repeat(logits, 300, axis=0)
+    rows = jnp.repeat(jnp.asarray(logits), 300, axis=0)
     chosen = sampling_lib.choose(rows, sampling, features, positions)
     gaps = sampling_lib.choice_gap(
       rows, sampling, features, positions, jnp.full(300, 2), 0.5

@@ -8,6 +8,8 @@ from absl.testing import parameterized
 from pallas_kernels import tree_attention
 from tests import trees
 
+attend = jax.jit(tree_attention.tree_attention)
+
 
 def naive(q, k_nodes, v_nodes, k_prefix, v_prefix, length, parents, scale):
   """One node and one head at a time, over its own path alone."""
@@ -44,9 +46,7 @@ class TreeAttentionTest(parameterized.TestCase):
         (list(range(-1, size - 1)), trees.random_parents(rng, size))
       ):
         arrays = self.inputs(seed, size, 2, group, capacity=12)
-        out = tree_attention.tree_attention(
-          *arrays, np.int32(length), trees.mask_of(parents), 0.5
-        )
+        out = attend(*arrays, np.int32(length), trees.mask_of(parents), 0.5)
         np.testing.assert_allclose(
           out, naive(*arrays, length, parents, 0.5), atol=1e-12
         )
@@ -56,13 +56,9 @@ class TreeAttentionTest(parameterized.TestCase):
       x.astype(np.float32) for x in self.inputs(0, 5, 2, 2, capacity=9)
     )
     mask = trees.mask_of([-1, 0, 0, 1, 2])
-    clean = tree_attention.tree_attention(
-      q, k, v, k_prefix, v_prefix, np.int32(4), mask, 0.5
-    )
+    clean = attend(q, k, v, k_prefix, v_prefix, np.int32(4), mask, 0.5)
     k_prefix[:, 4:], v_prefix[:, 4:] = 1e4, -1e4
-    dirty = tree_attention.tree_attention(
-      q, k, v, k_prefix, v_prefix, np.int32(4), mask, 0.5
-    )
+    dirty = attend(q, k, v, k_prefix, v_prefix, np.int32(4), mask, 0.5)
     np.testing.assert_array_equal(clean, dirty)
 
   def test_scores_far_apart(self):
@@ -70,9 +66,7 @@ class TreeAttentionTest(parameterized.TestCase):
     arrays = self.inputs(1, 4, 1, 2, capacity=6, size=60.0)
     parents = [-1, 0, 1, 1]
     with jax.enable_x64(True):
-      out = tree_attention.tree_attention(
-        *arrays, np.int32(6), trees.mask_of(parents), 1.0
-      )
+      out = attend(*arrays, np.int32(6), trees.mask_of(parents), 1.0)
       np.testing.assert_allclose(
         out, naive(*arrays, 6, parents, 1.0), atol=1e-9
       )
@@ -83,11 +77,10 @@ class TreeAttentionTest(parameterized.TestCase):
     arrays = tuple(
       jnp.asarray(x, dtype) for x in self.inputs(2, 6, 2, 2, capacity=8)
     )
-    out = tree_attention.tree_attention(
-      *arrays, np.int32(7), trees.mask_of(parents), 0.5
-    )
+    out = attend(*arrays, np.int32(7), trees.mask_of(parents), 0.5)
     self.assertEqual(out.dtype, dtype)
-    exact = naive(*(np.asarray(x, np.float64) for x in arrays), 7, parents, 0.5)
+    q, k, v, k_prefix, v_prefix = (np.asarray(x, np.float64) for x in arrays)
+    exact = naive(q, k, v, k_prefix, v_prefix, 7, parents, 0.5)
     np.testing.assert_allclose(
       np.asarray(out, np.float64), exact, atol=tolerance
     )
