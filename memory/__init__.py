@@ -1,7 +1,5 @@
-"""What was proved, kept so that it replays on the next deployment.
+"""Structured memory: what was proved, kept as patches that replay.
 
-An entry is a record (an option's registration, its correctness constraints,
-settings and limits), a patch relative to the entries it depends on, and the
-evidence. Entries are data under `memory/entries/`; the code here stores,
-checks and replays them. It uses the engine and is used by the experiments.
+No entries and no code yet; the package holds the place in the import order
+(pallas_kernels, specpilot_jax, memory, experiments).
 """

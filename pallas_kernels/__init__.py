@@ -1,7 +1,6 @@
-"""GPU kernels in Pallas, one file per family.
+"""Operations of the engine, one file per kernel family.
 
-Each file holds the plain-JAX reference that defines the operation, the Pallas
-kernel that computes the same, a table of tile sizes per GPU, and one dispatch
-between them. Nothing here knows of models, drafters or decoding: functions
-take arrays and return arrays, and this package imports none of the others.
+A file holds an operation's definition in plain JAX, which is its reference;
+GPU kernels stand beside it as further implementations of the same function.
+Nothing here imports the engine.
 """

@@ -1,9 +1,13 @@
 """What command-line entry points share: flags to values, errors to lines."""
 
+import os
 import pathlib
+import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
+import jax
 from absl import flags
 
 from specpilot_jax.errors import SpecPilotError
@@ -12,10 +16,15 @@ from specpilot_jax.errors import SpecPilotError
 def run(main: Callable[[], None], argv: Sequence[str] | None = None) -> None:
   """Parses flags, runs `main`, and exits.
 
-  A `SpecPilotError`, a flag error or an operating-system error about a file
-  becomes one line on stderr and exit status 2.
+  --help prints the module's text and flags. A `SpecPilotError`, a flag error,
+  an operating-system error about a file or a device out of memory becomes one
+  line on stderr and exit status 2.
   """
   argv = list(sys.argv if argv is None else argv)
+  if any(arg in ("--help", "-help", "-h", "--helpfull") for arg in argv[1:]):
+    print((sys.modules["__main__"].__doc__ or "").strip(), end="\n\n")
+    print(flags.FLAGS.main_module_help().strip())
+    return
   try:
     rest = flags.FLAGS(argv)
     if len(rest) > 1:
@@ -27,10 +36,18 @@ def run(main: Callable[[], None], argv: Sequence[str] | None = None) -> None:
     fail(e)
   except SpecPilotError as e:
     fail(e)
+  except BrokenPipeError:
+    # The reader of our output is gone; nothing may be flushed to it at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + signal.SIGPIPE)
   except OSError as e:
     if e.filename is None:
       raise
     fail(f"{e.filename}: {e.strerror}")
+  except jax.errors.JaxRuntimeError as e:
+    if "RESOURCE_EXHAUSTED" not in str(e):
+      raise
+    fail(f"out of device memory: {str(e).splitlines()[0]}")
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -44,12 +61,11 @@ def fail(error: object) -> None:
 
 def parse_ids(text: str, flag: str) -> list[int]:
   """`1,2,3` as integers."""
-  try:
-    return [int(part) for part in text.split(",")]
-  except ValueError:
+  if not re.fullmatch(r"\s*-?[0-9]+\s*(,\s*-?[0-9]+\s*)*", text):
     raise SpecPilotError(
       f"--{flag} must be integers separated by commas, got {text!r}"
-    ) from None
+    )
+  return [int(part) for part in text.split(",")]
 
 
 def read_text(path: str) -> str:

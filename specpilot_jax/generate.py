@@ -42,7 +42,11 @@ _PRESENCE = flags.DEFINE_float("presence_penalty", 0.0, "Once per token.")
 _FREQUENCY = flags.DEFINE_float("frequency_penalty", 0.0, "Per occurrence.")
 _REPETITION = flags.DEFINE_float("repetition_penalty", 1.0, "1 is off.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the request's noise.")
-_STOP = flags.DEFINE_multi_string("stop", [], "Stop string; repeatable.")
+_STOP = flags.DEFINE_multi_string(
+  "stop",
+  [],
+  "Stop string in the text, which holds no special tokens; repeatable.",
+)
 _IGNORE_EOS = flags.DEFINE_boolean(
   "ignore_eos", False, "Do not end at end-of-sequence ids nor on loops."
 )
@@ -127,11 +131,13 @@ def main() -> None:
     print(json.dumps(result))
     return
   print()
+  speed = ""
+  if metrics.output_tokens > 1:  # a single token has no decode rate
+    speed = f" {metrics.decode_tok_s:.1f} tok/s,"
   print(
     f"[{metrics.output_tokens} tokens, finish {output.finish_reason}, tau"
-    f" {metrics.acceptance_length:.2f} over {metrics.num_steps} passes,"
-    f" {metrics.decode_tok_s:.1f} tok/s, first token after"
-    f" {metrics.ttft_ms / 1e3:.2f} s]",
+    f" {metrics.acceptance_length:.2f} over {metrics.num_steps} passes,{speed}"
+    f" first token after {metrics.ttft_ms / 1e3:.2f} s with compilation]",
     file=sys.stderr,
   )
 

@@ -56,7 +56,19 @@ def prepare_jax(dtype: str | None) -> None:
   """
   if dtype == "float64":
     jax.config.update("jax_enable_x64", True)
-  compilation.use_persistent_cache(paths.data_dir() / "compiled")
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as e:
+    wanted = os.environ.get("JAX_PLATFORMS", "any platform")
+    reason = str(e).splitlines()[0] if str(e) else "none found"
+    raise SpecPilotError(f"no JAX device of {wanted}: {reason}") from None
+  cache = paths.data_dir() / "compiled"
+  try:
+    cache.mkdir(parents=True, exist_ok=True)
+  except OSError:
+    return  # Compilation is repeated in each process.
+  if os.access(cache, os.W_OK):
+    compilation.use_persistent_cache(cache)
 
 
 def load_target(
@@ -68,6 +80,8 @@ def load_target(
     name_or_path: see `checkpoints.load_checkpoint`.
     dtype: `bfloat16`, `float32` or `float64`; `default_dtype()` by default.
   """
+  if not str(name_or_path):
+    raise SpecPilotError("the name or path of the model is empty")
   checkpoint: Checkpoint = load_checkpoint(name_or_path)
   return LoadedModel(
     target=target_lib.build(

@@ -104,6 +104,14 @@ def test_generate_streams_the_text(tiny):
     ("generate", ("--prompt=a --speed=11"), "speed"),
     ("generate", ("--prompt=a --dtype=int8"), "dtype"),
     ("generate", (""), "exactly one of"),
+    ("generate", ("--prompt=a --model="), "model is empty"),
+    ("generate", ("--prompt_ids=1_0"), "integers separated by commas"),
+    ("generate", ("--prompt_ids=99999999999999999999"), "no token ids"),
+    (
+      "generate",
+      ("--prompt=a --drafter=none --set=acceptance=rejection"),
+      "needs a drafter",
+    ),
     ("score", ("--token_ids=1"), "at least 2 tokens"),
     ("score", ("--text_file=/nowhere"), "/nowhere"),
   ],
@@ -116,6 +124,34 @@ def test_bad_input_is_one_line(tiny, module, args, message):
   assert done.stdout == ""
   assert message in done.stderr
   assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+  "module",
+  ["specpilot_jax.generate", "specpilot_jax.score", "experiments.main"],
+)
+def test_help(module):
+  done = run(module, "--help")
+  assert "--dtype" in done.stdout
+  assert done.stderr == ""
+
+
+def test_a_reader_that_leaves_is_no_traceback(tiny):
+  command = [sys.executable, "-m", "specpilot_jax.generate"]
+  command += [f"--model={tiny}", "--prompt=the", "--max_tokens=200"]
+  process = subprocess.Popen(
+    [*command, "--ignore_eos"],
+    cwd=ROOT,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  assert process.stdout is not None and process.stderr is not None
+  process.stdout.read(1)
+  process.stdout.close()
+  assert process.stderr.read() == ""
+  assert process.wait(timeout=120) == 141
 
 
 def test_a_prompt_longer_than_the_context_is_refused(tiny):
@@ -131,6 +167,7 @@ def test_a_prompt_longer_than_the_context_is_refused(tiny):
 def test_score_of_smollm2_on_source_code():
   """The published value, which a wrong RoPE layout would miss by far."""
   tokenizer = load_checkpoint("smollm2").tokenizer
+  assert tokenizer is not None
   text = tokenizer.decode(BISECT["token_ids"])
   assert hashlib.sha256(text.encode()).hexdigest() == BISECT["text_sha256"]
   assert tokenizer.encode(text) == BISECT["token_ids"]

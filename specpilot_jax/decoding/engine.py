@@ -1,5 +1,6 @@
 """The single-request engine: one compiled executable per step."""
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -108,11 +109,11 @@ class Engine:
     self.max_seq_len = max_seq_len
     self.prefill_chunk = prefill_chunk
     self._check(config, drafter, tokenizer)
+    # No prompt is longer, and a pass costs the memory of its whole chunk.
+    self.prefill_chunk = prefill_chunk = min(prefill_chunk, max_seq_len)
     num_drafts = 0
     if drafter is not None:
-      num_drafts = min(
-        system.num_drafts or drafter.num_slots, drafter.num_slots
-      )
+      num_drafts = system.num_drafts or drafter.num_slots
     self.num_drafts = num_drafts
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1
@@ -132,8 +133,15 @@ class Engine:
     # A pass writes all of its rows, those it does not keep as zeros.
     self._capacity = self.max_seq_len + max(prefill_chunk, 1 + num_drafts)
     self._acc = layers.accumulation_dtype(target.dtype)
-    self._carry: step_lib.Carry | None = step_lib.Carry(
-      target=state_lib.init_state(config, self._capacity, target.dtype),
+    # The carry of the last request, taken up by the next. None while a request
+    # runs, and after one that broke off inside a donated call.
+    self._carry: step_lib.Carry | None = None
+    self._busy = False
+
+  def _fresh_carry(self) -> step_lib.Carry:
+    drafter = self.drafter
+    return step_lib.Carry(
+      target=state_lib.init_state(self.config, self._capacity, self.dtype),
       drafter=drafter.init_context(self._capacity) if drafter else None,
       anchor=jnp.zeros((), jnp.int32),
       remaining=jnp.zeros((), jnp.int32),
@@ -142,6 +150,10 @@ class Engine:
     )
 
   def _check(self, config, drafter, tokenizer) -> None:
+    for name in ("max_seq_len", "prefill_chunk"):
+      value = getattr(self, name)
+      if not isinstance(value, int) or isinstance(value, bool):
+        raise SpecPilotError(f"{name} must be an integer, got {value!r}")
     if not 2 <= self.max_seq_len <= config.context_length:
       raise SpecPilotError(
         f"max_seq_len {self.max_seq_len} is not between 2 and the context"
@@ -157,7 +169,18 @@ class Engine:
         f" {config.vocab_size}"
       )
     if drafter is None:
+      for name, stock in dataclasses.asdict(SystemConfig()).items():
+        if getattr(self.system, name) != stock:
+          raise SpecPilotError(
+            f"{name}={getattr(self.system, name)} needs a drafter: without one"
+            " decoding is autoregressive"
+          )
       return
+    if (self.system.num_drafts or 0) > drafter.num_slots:
+      raise SpecPilotError(
+        f"num_drafts={self.system.num_drafts} is more than the"
+        f" {drafter.num_slots} that drafter {drafter.name} offers"
+      )
     sizes = (config.vocab_size, config.valid_vocab)
     if drafter.vocab_size is not None and drafter.vocab_size not in sizes:
       raise SpecPilotError(
@@ -197,6 +220,8 @@ class Engine:
       ) from None
     if array.size == 0:
       raise SpecPilotError(f"{what} is empty")
+    if array.dtype == object:
+      raise SpecPilotError(f"{what} holds values that are no token ids")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
       raise SpecPilotError(
         f"{what} must be a sequence of integers, got {array.dtype} of shape"
@@ -217,7 +242,7 @@ class Engine:
     """Resets the one carry and prefills all of the prompt but its last id."""
     carry, self._carry = self._carry, None
     if carry is None:
-      raise SpecPilotError("the engine decodes one request at a time")
+      carry = self._fresh_carry()
     padded = np.zeros(self._capacity, np.int32)
     padded[: prompt.size] = prompt
     carry = compiled.reset(
@@ -268,8 +293,8 @@ class Engine:
     limit = min(sampling.max_tokens, room)
     compiled = self._compiled(sampling_lib.Features.of(sampling))
     request = self._request(sampling)
-    carry = self._start(compiled, prompt, limit)
-    try:
+    with self._one_request():
+      carry = self._start(compiled, prompt, limit)
       pending: deque[step_lib.StepOutput] = deque()
       while True:
         carry, out = compiled.step(self._params, carry, request)
@@ -281,20 +306,37 @@ class Engine:
           raise SpecPilotError(
             f"{self.config.name}: logits turned NaN in {self.dtype}"
           )
-        yield (
-          carry,
-          StepResult(
-            tokens=tuple(int(t) for t in out.tokens[: int(out.count)]),
-            drafted=int(out.drafted),
-            accepted=int(out.accepted),
-            stopped=bool(out.stopped),
-            exhausted=bool(out.exhausted),
-          ),
+        result = StepResult(
+          tokens=tuple(int(t) for t in out.tokens[: int(out.count)]),
+          drafted=int(out.drafted),
+          accepted=int(out.accepted),
+          stopped=bool(out.stopped),
+          exhausted=bool(out.exhausted),
         )
+        try:
+          yield carry, result
+        except GeneratorExit:
+          self._carry = carry
+          raise
         if out.stopped or out.exhausted:
+          self._carry = carry
           return
+
+  @contextlib.contextmanager
+  def _one_request(self) -> Generator[None]:
+    """Refuses a second request while one runs.
+
+    Whoever ends in good order hands its carry on in `_carry`. After an
+    exception, a Ctrl-C among them, the carry may have been donated to a call
+    that never returned, or hold NaN: the next request makes a fresh one.
+    """
+    if self._busy:
+      raise SpecPilotError("the engine decodes one request at a time")
+    self._busy = True
+    try:
+      yield
     finally:
-      self._carry = carry
+      self._busy = False
 
   def stream(
     self, prompt_ids: Sequence[int], sampling: SamplingParams
@@ -386,7 +428,7 @@ class Engine:
 
   def warm_up(self, sampling: SamplingParams | None = None) -> None:
     """Compiles all that requests with such settings need, scoring apart."""
-    ids = [0] * 2
+    ids = [0] * min(2, self.max_seq_len - 1)
     self.generate(
       ids,
       dataclasses.replace(
@@ -429,11 +471,11 @@ class Engine:
       )
     compiled = self._compiled(sampling_lib.Features.of(sampling))
     request = self._request(sampling)
-    carry = self._start(compiled, prompt, output.size)
     inputs = np.concatenate([prompt[-1:], output[:-1]])
     chunk, results = self.prefill_chunk, []
     tolerance = np.asarray(cut_tolerance, self._acc)
-    try:
+    with self._one_request():
+      carry = self._start(compiled, prompt, output.size)
       for start in range(0, output.size, chunk):
         count = min(chunk, output.size - start)
         tokens, targets = np.zeros((2, chunk), np.int32)
@@ -449,7 +491,6 @@ class Engine:
           tolerance,
         )
         results.append((result, count))
-    finally:
       self._carry = carry
     results = [
       jax.tree.map(lambda x, c=count: x[:c], jax.device_get(result))

@@ -50,7 +50,8 @@ class SamplingParams:
       tokens in prompt or output.
     seed: of the request's noise.
     max_tokens: output tokens at most; the context limit may be nearer.
-    stop: strings that end the request; they are not part of the text.
+    stop: strings that end the request; they are not part of the text. Special
+      tokens have no text: name them in `stop_token_ids`.
     stop_token_ids: ids that end it, beside the model's end-of-sequence ids.
     ignore_eos: do not end at end-of-sequence ids, nor on loops.
     loop_detection: end with reason `loop` when the output repeats itself.
