@@ -91,11 +91,13 @@ def target():
 def exact_law(sampling) -> np.ndarray:
   """p(x1, x2, x3 | prompt) from the model's logits, in NumPy."""
 
+  model = target()
+
   @jax.jit
   def logits_after(tokens):
     state = state_lib.init_state(CONFIG, 1, "float32")
     nodes = state_lib.run_of(tokens, tokens.shape[0], prefill=True)
-    return target().logits(target()(nodes, state).hidden)
+    return model.logits(model(nodes, state).hidden)
 
   def law(logits):
     scaled = np.asarray(logits, np.float64) / sampling.temperature

@@ -31,7 +31,8 @@ def check_variety(references) -> None:
   """A model that repeats itself would let a stale state pass."""
   for reference in references:
     distinct = len(set(reference.tokens))
-    assert distinct > len(reference.tokens) // 4, reference.tokens
+    wanted = min(len(reference.tokens), BASE.vocab_size) // 4
+    assert distinct > wanted, reference.tokens
   assert len({r.tokens for r in references}) == len(references)
 
 
@@ -121,7 +122,8 @@ class LosslessTest(kit.Float64TestCase):
       tokens += len(reference.tokens)
       worst = max(worst, done.worst_state)
     self.assertGreater(drafted, 0)
-    self.assertGreater(accepted, 0)
+    if sampling == GREEDY or FULL:  # at temperature 1 hits are rare
+      self.assertGreater(accepted, 0)
     note(
       f"lossless {self._testMethodName[5:]}: {PROMPTS} prompts, {tokens}"
       f" tokens, {tokens / steps:.2f} per step, {accepted} of {drafted} drafts"

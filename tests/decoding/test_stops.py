@@ -25,7 +25,7 @@ from specpilot_jax.tokenizer import TOKENIZER_FILE, Tokenizer
 from tests.decoding import kit
 
 CONFIG = kit.hybrid()
-PROMPT = [3, 14, 15, 9, 2, 6, 53, 5]
+PROMPT = [34, 41, 48, 36, 39, 40, 13, 27]
 K = 5
 LENGTH = 40
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
