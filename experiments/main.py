@@ -17,9 +17,8 @@ from absl import flags
 
 from experiments import benchmark, prompts, report, settings
 from experiments.metrics import MeasurementError
-from specpilot_jax import cli, loading
+from specpilot_jax import cli, loading, sampling_flags
 from specpilot_jax.configs import DTYPES
-from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
@@ -60,14 +59,7 @@ _SPLIT = flags.DEFINE_enum(
 _CHAT = flags.DEFINE_boolean(
   "chat", None, "Chat template on or off; by default the set's own way."
 )
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Output tokens at most.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus probability.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k best; 0 keeps all.")
-_SEED = flags.DEFINE_integer("seed", 0, "Request i draws with seed + i.")
-_IGNORE_EOS = flags.DEFINE_boolean(
-  "ignore_eos", False, "Do not end at end-of-sequence ids nor on loops."
-)
+_SAMPLING = sampling_flags.define_sampling_flags()
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "bfloat16 on an accelerator, float32 on a CPU."
 )
@@ -111,14 +103,7 @@ def _settings() -> settings.Settings:
     num_prompts=_NUM_PROMPTS.value,
     split=_SPLIT.value,
     chat=_CHAT.value,
-    sampling=SamplingParams(
-      temperature=_TEMPERATURE.value,
-      top_k=_TOP_K.value,
-      top_p=_TOP_P.value,
-      seed=_SEED.value,
-      max_tokens=_MAX_TOKENS.value,
-      ignore_eos=_IGNORE_EOS.value,
-    ),
+    sampling=_SAMPLING(),
     dtype=_DTYPE.value,
     prefill_chunk=_PREFILL_CHUNK.value,
     num_warmups=_NUM_WARMUPS.value,

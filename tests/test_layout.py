@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 ROOT = Path(__file__).parents[1]
 # A package may import itself and those before it.
@@ -29,6 +30,8 @@ FORBIDDEN = (
 ENGINE = ("specpilot_jax.models", "specpilot_jax.decoding")
 MECHANISMS = "specpilot_jax.mechanisms"
 MAX_LINES = 600
+# Attributes of `flags.FLAGS` that are no flags.
+FLAG_VALUES = dir(flags.FlagValues)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,25 +138,48 @@ def mechanisms_in_engine(root: Path) -> list[str]:
   return sorted(set(found))
 
 
+def defining_functions(module: Module) -> Iterator[ast.FunctionDef]:
+  """Top-level functions of a library whose bodies define flags."""
+  for node in module.tree.body:
+    if isinstance(node, ast.FunctionDef) and any(
+      "DEFINE_" in ast.unparse(line) for line in node.body
+    ):
+      yield node
+
+
 def flags_in_libraries(root: Path) -> list[str]:
   """Flags that are defined or read outside modules that are run.
 
-  Parsing a command line, `flags.FLAGS(argv)`, is neither.
+  A library may offer a function that defines flags, if modules that are run
+  alone name it. Parsing a command line, `flags.FLAGS(argv)`, and asking for
+  its help are neither.
   """
   found = []
-  for module in read_modules(root):
-    if module.is_entry:
-      continue
+  libraries = [m for m in read_modules(root) if not m.is_entry]
+  offered = {f.name for m in libraries for f in defining_functions(m)}
+  for module in libraries:
+    allowed = {
+      node
+      for function in defining_functions(module)
+      for line in function.body
+      for node in ast.walk(line)
+    }
     for node in ast.walk(module.tree):
       names: list[str] = []
       if isinstance(node, ast.Attribute):
         names = [node.attr]
       elif isinstance(node, ast.ImportFrom):
         names = [alias.name for alias in node.names]
-      defines = any(name.startswith("DEFINE_") for name in names)
+      elif isinstance(node, ast.Name):
+        names = [node.id]
+      defines = node not in allowed and any(
+        name.startswith("DEFINE_") for name in names
+      )
+      defines |= bool(offered.intersection(names))
       reads = (
         isinstance(node, ast.Attribute | ast.Subscript)
         and ast.unparse(node.value).rpartition(".")[2] == "FLAGS"
+        and getattr(node, "attr", None) not in FLAG_VALUES
       )
       if defines or reads:
         line = getattr(node, "lineno", 0)
@@ -237,6 +263,14 @@ def sound(tmp_path) -> Path:
     "memory/store.py": "from specpilot_jax.mechanisms import w12\n",
     "experiments/__init__.py": "",
     "experiments/main.py": "import memory.store\nimport specpilot_jax\n",
+    "specpilot_jax/seed_flags.py": (
+      "from absl import flags\n"
+      "def define():\n  return flags.DEFINE_integer('seed', 0, '')\n"
+    ),
+    "specpilot_jax/score.py": (
+      "from specpilot_jax import seed_flags\n_SEED = seed_flags.define()\n"
+      "if __name__ == '__main__':\n  print(_SEED.value)\n"
+    ),
   }
   for name, code in files.items():
     path = tmp_path / name
@@ -309,6 +343,24 @@ WRONG = (
     flags_in_libraries,
     "specpilot_jax/configs.py",
     "from absl.flags import DEFINE_bool",
+  ),
+  # A function that defines flags, called or passed on by a library.
+  (flags_in_libraries, "specpilot_jax/seed_flags.py", "define()"),
+  (
+    flags_in_libraries,
+    "specpilot_jax/configs.py",
+    "from specpilot_jax import seed_flags\nseed_flags.define()",
+  ),
+  (
+    flags_in_libraries,
+    "memory/store.py",
+    "from specpilot_jax.seed_flags import define",
+  ),
+  # Its defaults are computed at import.
+  (
+    flags_in_libraries,
+    "memory/store.py",
+    "from absl import flags\ndef f(a=flags.DEFINE_bool('a', True, '')):\n  a",
   ),
   (
     flags_in_libraries,
