@@ -88,12 +88,15 @@ def run(settings: Settings) -> int:
     name: engine(None if name == AR else drafter, name)
     for name in settings.systems
   }
-  # A damaged calibration file is told now, not after the measurement.
+  # A calibration that cannot be read or kept is told now, not after the
+  # measurement.
   store = forcing.calibration(
     model,
     settings.prefill_chunk,
     greedy=settings.sampling.temperature == 0,
   )
+  if settings.token_forcing:
+    store.check_writable()
   env = environment.describe(settings.flags, str(model.target.dtype))
   result = results.empty_result("benchmark")
   result["environment"] = env
@@ -104,6 +107,8 @@ def run(settings: Settings) -> int:
     "split": settings.split,
     "chat": requests[0].chat,
     "requests": len(requests),
+    # Of a conversation only what the user says first is answered.
+    "turns": 1,
     "longest_tokens": longest,
   }
   folder = results.RunFolder(
@@ -129,8 +134,9 @@ def run(settings: Settings) -> int:
       for name, members in records.items()
       if members
     }
+    result["notes"] = _notes(result, model)
     if settings.token_forcing:
-      result["token_forcing"] = _force(
+      result["token_forcing"], notes = _force(
         Engine(
           model.target,
           tokenizer=model.tokenizer,
@@ -143,8 +149,8 @@ def run(settings: Settings) -> int:
         clock,
         keep=True,
       )
+      result["notes"] += notes
       clock.lap("token_forcing")
-    result["notes"] = _notes(result, model)
     return _finish(folder, result, records, clock)
   except BaseException as e:
     folder.event("run_failed", error=f"{type(e).__name__}: {e}")
@@ -169,8 +175,7 @@ def token_force(settings: Settings) -> int:
   recorded = results.read_requests(settings.requests)
   if not recorded:
     raise SpecPilotError(f"{settings.requests} holds no requests")
-  samplings = [forcing.sampling_of(r) for r in recorded]
-  greedy = {s.temperature == 0 for s in samplings}
+  greedy = {results.sampling_of(r).temperature == 0 for r in recorded}
   if len(greedy) > 1:
     raise SpecPilotError(
       f"{settings.requests} mixes greedy and sampled requests; each has its"
@@ -184,7 +189,10 @@ def token_force(settings: Settings) -> int:
   lengths = [len(r["prompt_ids"]) + len(r["output_ids"]) for r in recorded]
   room = _sequence_room(model, max(lengths), 0)
   engine = Engine(
-    model.target, max_seq_len=room, prefill_chunk=settings.prefill_chunk
+    model.target,
+    tokenizer=model.tokenizer,
+    max_seq_len=room,
+    prefill_chunk=settings.prefill_chunk,
   )
   for record in recorded:
     where = f"{settings.requests}: request {record['request']}"
@@ -218,7 +226,7 @@ def token_force(settings: Settings) -> int:
   folder.event("run_started", job="token_force", environment=env)
   try:
     clock.lap("load")
-    result["token_forcing"] = _force(
+    result["token_forcing"], result["notes"] = _force(
       engine, store, records, settings, clock, keep=False
     )
     clock.lap("token_forcing")
@@ -418,9 +426,10 @@ def _record(output: RequestOutput, itl_ms: list[float]) -> dict[str, Any]:
 
 
 def _force(engine, store, records, settings, clock, *, keep: bool):
+  """Verdicts by system, and notes."""
   total = forcing.num_outputs(records)
   with Progress("force", total) as progress:
-    return forcing.Forcing(
+    judge = forcing.Forcing(
       engine=engine,
       store=store,
       dtype=str(engine.dtype),
@@ -428,7 +437,8 @@ def _force(engine, store, records, settings, clock, *, keep: bool):
       keep=keep,
       deadline=clock.deadline,
       progress=progress.advance,
-    ).judge_all(records)
+    )
+    return judge.judge_all(records), judge.notes
 
 
 def _notes(result, model) -> list[str]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from experiments import environment, token_forcing
+from experiments import endings, environment, results, token_forcing
 from experiments.settings import AR, STOCK
 from specpilot_jax import paths
 from specpilot_jax.decoding.engine import Engine
-from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.loading import LoadedModel
 
@@ -24,24 +23,6 @@ def min_control_tokens(chosen: int | None) -> int:
   if chosen is not None:
     return chosen
   return 5_000 if jax.default_backend() == "cpu" else 20_000
-
-
-def sampling_of(record: Record) -> SamplingParams:
-  """A record's sampling settings.
-
-  Raises:
-    SpecPilotError: unknown field, or a value out of range.
-  """
-  fields = dict(record["sampling"])
-  try:
-    for name in ("stop", "stop_token_ids"):
-      if name in fields:
-        fields[name] = tuple(fields[name])
-    return SamplingParams(**fields)
-  except TypeError as e:
-    raise SpecPilotError(
-      f"request {record['request']}: sampling is not valid ({e})"
-    ) from None
 
 
 def calibration(
@@ -68,8 +49,12 @@ def calibration(
 class Forcing:
   """Judges systems by their recorded requests.
 
+  An output that is token-identical to one scored before, after the same prompt
+  and with the same sampling settings, shares its scores: the same computation
+  gives the same gaps.
+
   Args:
-    engine: the target, teacher-forced.
+    engine: the target, teacher-forced; its tokenizer finds stop strings.
     store: controls of earlier runs.
     dtype: of the target.
     min_tokens: control tokens that a verdict needs.
@@ -77,6 +62,9 @@ class Forcing:
       process decoded itself should be.
     deadline: of `time.monotonic()`; no scoring starts after it.
     progress: called with a line after each request.
+
+  Attributes:
+    notes: for the reader of the result.
   """
 
   engine: Engine
@@ -89,35 +77,65 @@ class Forcing:
   _cache: dict[tuple[str, float], token_forcing.Scored] = dataclasses.field(
     default_factory=dict
   )
+  notes: list[str] = dataclasses.field(default_factory=list)
   _late: bool = False
 
   def judge_all(
     self, records: Mapping[str, Sequence[Record]]
   ) -> dict[str, dict[str, Any]]:
-    """Verdicts by system name; `ar` is a control and gets none."""
+    """Verdicts by system name.
+
+    `ar` is a control and gets a verdict only where its records are not whole.
+    """
+    engine = self.engine
+    faults = {
+      name: endings.faults(members, engine.config, engine.tokenizer)
+      for name, members in records.items()
+    }
     verdicts = {}
     for system in sorted(records, key=lambda name: name != STOCK):
       if system != AR:
-        verdicts[system] = self._judge(system, records)
+        verdicts[system] = self._judge(system, records, faults)
+      elif faults[AR]:
+        verdicts[AR] = _failed(_undecided(""), faults[AR])
     return verdicts
 
-  def _judge(self, system: str, records) -> dict[str, Any]:
-    if any(_is_rejection(r) for r in records[system]):
+  def _judge(self, system: str, records, faults) -> dict[str, Any]:
+    name = token_forcing.control_name(system)
+    # Requests are compared with AR's where the control was not recorded.
+    beside = records.get(name) or records.get(AR, ())
+    own = [*faults[system], *endings.set_faults(records[system], beside)]
+    unsound = {fault.request for fault in faults.get(name, ())}
+    control_records = [
+      r
+      for r in records.get(name, ())
+      if not _is_rejection(r) and r["request"] not in unsound
+    ]
+    verdict = self._force(system, records[system], name, control_records)
+    if own:
+      return _failed(verdict, own)
+    if unsound and verdict["verdict"] == token_forcing.PASS:
+      verdict |= {
+        "verdict": token_forcing.INCONCLUSIVE,
+        "reason": f"its control is not whole: {faults[name][0].text}",
+      }
+    return verdict
+
+  def _force(self, system, records, name, control_records) -> dict[str, Any]:
+    """The verdict on the tokens alone."""
+    if any(_is_rejection(r) for r in records):
       return _undecided(
         "rejection sampling draws its own sample of the target's law, which no"
         " single choice of the target forces"
       )
-    name = token_forcing.control_name(system)
-    control_records = [r for r in records.get(name, ()) if not _is_rejection(r)]
     new = {
       token_forcing.output_key(record): token_forcing.entry_of(scored)
       for record, scored in self._score(control_records, token_forcing.CAP)
     }
     control = self.store.control(name, new)
     # Filter cut-offs are widened by the tolerance, so it must be known first.
-    scored = [
-      s for _, s in self._score(records[system], control.tolerance(self.dtype))
-    ]
+    known = len(self._cache)
+    scored = [s for _, s in self._score(records, control.tolerance(self.dtype))]
     if self._late:
       return _undecided("the time limit ended the scoring")
     verdict = token_forcing.judge(
@@ -129,9 +147,15 @@ class Forcing:
     verdict["control_decile_flip_rates"] = token_forcing.decile_rates(
       [s for _, s in self._score(control_records, token_forcing.CAP)]
     )
+    verdict["outputs"] = len(scored)
+    verdict["outputs_sharing_scores"] = len(scored) + known - len(self._cache)
     verdict["calibration_file"] = str(self.store.path)
     if self.keep:
-      self.store.save(name, new)
+      try:
+        self.store.save(name, new)
+      except SpecPilotError as e:
+        # The measurement is worth more than its use as a later control.
+        self.notes.append(f"the control {name} was not kept: {e}")
     return verdict
 
   def _score(self, records: Sequence[Record], cut_tolerance: float):
@@ -139,7 +163,7 @@ class Forcing:
     for record in records:
       # Without filters the width of their cut-offs does not matter. Systems
       # often agree on an output; the score of the same tokens is the same.
-      sampling = sampling_of(record)
+      sampling = results.sampling_of(record)
       filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p
       width = cut_tolerance if filters and sampling.temperature else 0.0
       key = (token_forcing.output_key(record), width)
@@ -185,6 +209,32 @@ def _undecided(reason: str) -> dict[str, Any]:
   }
 
 
+def _failed(
+  verdict: Mapping[str, Any], faults: Sequence[endings.Fault]
+) -> dict[str, Any]:
+  """The verdict where requests are not whole, whatever their tokens say."""
+  first = faults[0]
+  reason, failure = first.text, verdict["first_failure"]
+  if len(faults) > 1:
+    reason += f" ({len(faults)} such faults)"
+  if verdict["verdict"] == token_forcing.FAIL:
+    reason = f"{verdict['reason']}; {reason}"
+  else:
+    failure = {
+      "request": first.request,
+      "index": first.index,
+      "token": None,
+      "gap": None,
+    }
+  return {
+    **verdict,
+    "verdict": token_forcing.FAIL,
+    "reason": reason,
+    "first_failure": failure,
+    "faults": [fault.text for fault in faults],
+  }
+
+
 def num_outputs(records: Mapping[str, Sequence[Record]]) -> int:
   """Different outputs in the records: what there is to score."""
   return len(
@@ -201,8 +251,7 @@ def describe_verdict(system: str, verdict: Mapping[str, Any]) -> str:
   line = f"token forcing: {system} {verdict['verdict']}: {verdict['reason']}"
   first = verdict.get("first_failure")
   if first:
-    line += (
-      f"; first failure: request {first['request']}, output token"
-      f" {first['index']}"
-    )
+    line += f"; first failure: request {first['request']}"
+    if first["index"] is not None:
+      line += f", output token {first['index']}"
   return line

@@ -6,6 +6,9 @@ The sets are fetched, not shipped: `python -m experiments.fetch NAME`.
 
 Each set is cut in two. What is tuned on, searched with or looked at belongs
 to the `dev` half; the `sealed` half serves the final test alone.
+
+Benchmarks answer one turn, the first: MT-Bench's second question, which takes
+the model's own reply into its prompt, is read but not asked.
 """
 
 import dataclasses
@@ -54,7 +57,8 @@ class Prompt:
     text: what the user says (`chat`), or the text to be continued.
     chat: whether `text` goes through the model's chat template.
     reference: the set's own answer, where it has one.
-    later_turns: what the user says after each reply (MT-Bench: one more).
+    later_turns: what the user says after each reply (MT-Bench: one more);
+      benchmarks do not ask it.
     token_ids: `text` as the given tokenizer encodes it, chat template
       applied; None where no tokenizer was given.
   """

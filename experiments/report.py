@@ -6,11 +6,12 @@ The HTML is one file: plots are inside it, and it refers to nothing outside.
 import base64
 import dataclasses
 import html
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import forcing, plots, results
+from experiments import forcing, metrics, plots, results
 from experiments.console import number
 from experiments.settings import AR
 from specpilot_jax.errors import SpecPilotError
@@ -38,7 +39,8 @@ _DEFINITIONS = (
   "TTFT: to the first token. TPOT: (end - TTFT) / (tokens - 1). ITL: gap"
   " between chunks, one chunk per verify pass.",
   "Unconditional rate of a position: passes that accepted it over all passes;"
-  " tau = 1 + their sum over passes that no stop cut (checked). Conditional:"
+  " tau = 1 + their sum over passes that no stop cut (checked pass by pass:"
+  " each emits its accepted drafts and one token more). Conditional:"
   " over the passes that accepted the position before and drafted this one.",
   "Requests are decoded one at a time, by every system in turn; the order turns"
   " around from prompt to prompt.",
@@ -100,18 +102,61 @@ def write(
 
 
 def rewrite(folder: Path) -> Path:
-  """Writes the reports of a finished run again, from its files."""
+  """Writes the reports of a finished run again, from its files.
+
+  Raises:
+    SpecPilotError: a file is missing or damaged, or the figures of result.json
+      are not those of requests.jsonl.
+  """
   result = results.read_result(folder)
   records: dict[str, list[Mapping[str, Any]]] = {}
   if result["systems"]:
-    for record in results.read_requests(folder):
+    for where, record in results.read_numbered_requests(folder):
+      try:
+        metrics.check_identity(record)
+      except metrics.MeasurementError as e:
+        raise SpecPilotError(f"{where}: {e}") from None
       records.setdefault(record["system"], []).append(record)
+  path = folder / results.RESULT
   try:
+    _check_figures(folder / results.REQUESTS, result["systems"], records)
     return write(folder, result, records)
-  except (KeyError, TypeError, AttributeError, ValueError) as e:
+  except KeyError as e:
+    raise SpecPilotError(f"{path}: damaged, {e} is missing") from None
+  except (TypeError, AttributeError, ValueError) as e:
     raise SpecPilotError(
-      f"{folder / results.RESULT}: damaged ({type(e).__name__}: {e})"
+      f"{path}: damaged, a field does not hold what the report shows ({e})"
     ) from None
+
+
+def _check_figures(path: Path, systems, records) -> None:
+  """Compares result.json with what the requests give."""
+  for name in [*systems, *(n for n in records if n not in systems)]:
+    members = records.get(name, ())
+    told = systems[name]["requests"] if name in systems else 0
+    if len(members) != told:
+      raise SpecPilotError(
+        f"{path}: {len(members)} requests of {name}, {results.RESULT} has"
+        f" {told}"
+      )
+    figures = metrics.summarize(members, records.get(AR, ()))
+    for field, value in results.to_json(figures).items():
+      if not _agree(value, systems[name][field]):
+        raise SpecPilotError(
+          f"{path}: {field!r} of {name} is not that of {results.RESULT}; one"
+          " of the two files was changed"
+        )
+
+
+def _agree(a: Any, b: Any) -> bool:
+  """Equal, floats up to rounding: another NumPy may add in another order."""
+  if isinstance(a, dict) and isinstance(b, dict):
+    return a.keys() == b.keys() and all(_agree(a[key], b[key]) for key in a)
+  if isinstance(a, list) and isinstance(b, list):
+    return len(a) == len(b) and all(map(_agree, a, b))
+  if isinstance(a, float) and isinstance(b, int | float):
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
+  return a == b
 
 
 def _blocks(result, records) -> list[Block]:
@@ -138,10 +183,13 @@ def _headline(result) -> str:
   law = result["sampling"].get("temperature")
   sets = ", ".join(result["prompts"].get("sets", ()))
   chat = " with the chat template" if result["prompts"].get("chat") else ""
+  turns = (
+    ", the first turn alone" if result["prompts"].get("turns") == 1 else ""
+  )
   return (
     f"Target {d['target']} ({d['weights']}), drafter {d['drafter']}, on"
     f" {d['device']} ({e['platform']}, {e['cores']} cores). Prompts:"
-    f" {result['prompts'].get('requests')} of {sets}{chat}, temperature"
+    f" {result['prompts'].get('requests')} of {sets}{chat}{turns}, temperature"
     f" {law:g}, one request at a time."
   )
 
@@ -285,6 +333,8 @@ def _forcing(forced) -> list[Block]:
       (
         name,
         v["verdict"],
+        str(v.get("outputs", "-")),
+        str(v.get("outputs_sharing_scores", "-")),
         str(v["tokens"]),
         str(v["flips"]),
         "-" if v["max_margin"] is None else f"{v['max_margin']:.3g}",
@@ -301,11 +351,16 @@ def _forcing(forced) -> list[Block]:
       "Stock is given prompt and output, and every output token must be its own"
       " choice or lie within the tolerance (1.5 times the largest gap of the"
       " control, at most 0.5 logit). A flip is a token that is not its choice."
+      " An output that is token-identical to one scored before, after the same"
+      " prompt with the same sampling settings, shares its scores. Endings are"
+      " checked too: nothing may end earlier or later than decoding does."
     ),
     Table(
       (
         "system",
         "verdict",
+        "outputs",
+        "sharing scores",
         "tokens",
         "flips",
         "largest gap",

@@ -4,6 +4,7 @@
 `result.json` appears complete at its end.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 
 SCHEMA = 1
@@ -52,6 +54,19 @@ _RECORD_FIELDS: dict[str, type] = {
   "metrics": dict,
 }
 
+_SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
+
+# Fields of a record's metrics: milliseconds and ratios, counts, and lists of
+# either.
+_NUMBERS = ("ttft_ms", "e2el_ms", "acceptance_length")
+_COUNTS = (
+  "num_spec_steps",
+  "num_draft_tokens",
+  "num_accepted_draft_tokens",
+  "cut_steps",
+)
+_COUNT_LISTS = ("emitted_per_step", "drafted_per_step", "accepted_per_step")
+
 
 def empty_result(job: str) -> dict[str, Any]:
   """A result.json of schema 1 with nothing in it."""
@@ -80,6 +95,11 @@ def check_output_dir(folder: Path) -> None:
   if folder.exists():
     if not folder.is_dir():
       raise SpecPilotError(f"output_dir {folder} is not a folder")
+    if is_unfinished(folder):
+      raise SpecPilotError(
+        f"output_dir {folder} holds an unfinished run ({RESULT} is missing);"
+        " remove it or take another folder"
+      )
     if any(folder.iterdir()):
       raise SpecPilotError(f"output_dir {folder} is not empty")
   place = folder.absolute()
@@ -89,6 +109,11 @@ def check_output_dir(folder: Path) -> None:
     raise SpecPilotError(f"output_dir {folder}: {place} is not a folder")
   if not os.access(place, os.W_OK | os.X_OK):
     raise SpecPilotError(f"output_dir {folder}: {place} is not writable")
+
+
+def is_unfinished(folder: Path) -> bool:
+  """Whether a run began here and did not come to its end."""
+  return (folder / EVENTS).exists() and not (folder / RESULT).exists()
 
 
 class RunFolder:
@@ -143,6 +168,8 @@ def write_whole(path: Path, text: str) -> None:
 def read_result(folder: Path) -> dict[str, Any]:
   """Reads result.json of schema 1."""
   path = folder / RESULT
+  if is_unfinished(folder):
+    raise SpecPilotError(f"{folder}: an unfinished run ({RESULT} is missing)")
   content = _read(path)
   try:
     result = json.loads(content)
@@ -162,6 +189,11 @@ def read_requests(path: Path) -> list[dict[str, Any]]:
   Raises:
     SpecPilotError: names the line and the field that is wrong.
   """
+  return [record for _, record in read_numbered_requests(path)]
+
+
+def read_numbered_requests(path: Path) -> list[tuple[str, dict[str, Any]]]:
+  """As `read_requests`, each record with `file:line` before it."""
   if path.is_dir():
     path = path / REQUESTS
   records, seen = [], set()
@@ -178,7 +210,7 @@ def read_requests(path: Path) -> list[dict[str, Any]]:
     if key in seen:
       raise SpecPilotError(f"{where}: a second record of {' of '.join(key)}")
     seen.add(key)
-    records.append(record)
+    records.append((where, record))
   return records
 
 
@@ -203,6 +235,62 @@ def _check_record(record: Any, where: str) -> None:
       raise SpecPilotError(
         f"{where}: field {field!r} must be a list of token ids, not empty"
       )
+  where += f": request {record['request']}"
+  _check_metrics(record["metrics"], where)
+  for field in _SAMPLING_FIELDS:
+    if field not in record["sampling"]:
+      raise SpecPilotError(f"{where}: field 'sampling' lacks {field!r}")
+  try:
+    sampling_of(record)
+  except SpecPilotError as e:
+    raise SpecPilotError(f"{where}: field 'sampling': {e}") from None
+
+
+def _check_metrics(metrics: Mapping[str, Any], where: str) -> None:
+  def number(value):
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    return good and math.isfinite(value) and value >= 0
+
+  def count(value):
+    return type(value) is int and 0 <= value < 2**31
+
+  def each(good):
+    return lambda value: isinstance(value, list) and all(map(good, value))
+
+  def require(field, good, expected):
+    if field not in metrics:
+      raise SpecPilotError(f"{where}: field 'metrics' lacks {field!r}")
+    if not good(metrics[field]):
+      raise SpecPilotError(
+        f"{where}: metrics field {field!r} must be {expected}, got"
+        f" {str(metrics[field])[:60]!r}"
+      )
+
+  for field in _NUMBERS:
+    require(field, number, "a number from 0 on")
+  for field in _COUNTS:
+    require(field, count, "a whole number from 0 on")
+  for field in _COUNT_LISTS:
+    require(field, each(count), "a list of whole numbers from 0 on")
+  require("itl_ms", each(number), "a list of numbers from 0 on")
+  # A single token has none.
+  require("tpot_ms", lambda v: v is None or number(v), "a number or null")
+
+
+def sampling_of(record: Mapping[str, Any]) -> SamplingParams:
+  """A record's sampling settings.
+
+  Raises:
+    SpecPilotError: unknown field, or a value out of range.
+  """
+  fields = {
+    name: tuple(value) if isinstance(value, list) else value
+    for name, value in record["sampling"].items()
+  }
+  unknown = sorted(fields.keys() - set(_SAMPLING_FIELDS))
+  if unknown:
+    raise SpecPilotError(f"unknown setting {unknown[0]!r}")
+  return SamplingParams(**fields)
 
 
 def _read(path: Path) -> str:

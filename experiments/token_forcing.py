@@ -162,7 +162,8 @@ def judge(
     verdict = INCONCLUSIVE
     reason = (
       f"the control has {control.tokens} tokens, {min_control_tokens} are"
-      " needed to calibrate the tolerance"
+      " needed to calibrate the tolerance; for a verdict benchmark more prompts"
+      " (--num_prompts), or other prompts too: controls accumulate over runs"
     )
   elif worst > tolerance:
     verdict, first = FAIL, _first(scored, tolerance)
@@ -261,6 +262,20 @@ class Calibration:
       flips=sum(e[1] for e in entries),
       max_gap=max((e[2] for e in entries), default=0.0),
     )
+
+  def check_writable(self) -> None:
+    """Raises SpecPilotError where `save` could not write."""
+    try:
+      self.path.parent.mkdir(parents=True, exist_ok=True)
+      # By trying: for a superuser or a full disk permissions say nothing.
+      with tempfile.NamedTemporaryFile(
+        dir=self.path.parent, prefix=f".{self.path.name}."
+      ) as probe:
+        probe.write(b"x")
+    except OSError as e:
+      raise SpecPilotError(
+        f"calibration folder {self.path.parent} cannot be written: {e.strerror}"
+      ) from None
 
   def save(self, name: str, new: Mapping[str, Entry]) -> None:
     """Adds outputs to the file, which is replaced as a whole."""

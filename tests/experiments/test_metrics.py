@@ -22,6 +22,10 @@ def record(name, emitted, drafted, accepted, *, cut=0, **fields):
       "e2el_ms": 100.0 + 10.0 * (tokens - 1),
       "tpot_ms": 10.0 if tokens > 1 else None,
       "itl_ms": [10.0] * (len(emitted) - 1),
+      "acceptance_length": tokens / max(len(emitted), 1),
+      "num_spec_steps": len(emitted),
+      "num_draft_tokens": sum(drafted),
+      "num_accepted_draft_tokens": sum(accepted),
       "emitted_per_step": emitted,
       "drafted_per_step": drafted,
       "accepted_per_step": accepted,
@@ -78,12 +82,32 @@ class AcceptanceTest(parameterized.TestCase):
     # Tokens that no pass emitted.
     dict(emitted_per_step=[3, 1, 3, 1]),
     dict(emitted_per_step=[], drafted_per_step=[], accepted_per_step=[]),
+    # Figures that do not follow from what stands beside them.
+    dict(acceptance_length=3.0),
+    dict(num_spec_steps=5),
+    dict(num_draft_tokens=9),
+    dict(num_accepted_draft_tokens=8),
+    dict(tpot_ms=9.0),
+    dict(tpot_ms=None),
+    dict(itl_ms=[10.0]),
   )
   def test_contradictions(self, **wrong):
+    metrics.check_identity(A)
     broken = copy.deepcopy(A)
     broken["metrics"] |= wrong
-    with self.assertRaisesRegex(metrics.MeasurementError, "stock a: "):
-      metrics.acceptance([broken])
+    for check in (metrics.check_identity, lambda r: metrics.acceptance([r])):
+      with self.assertRaisesRegex(metrics.MeasurementError, "stock a: "):
+        check(broken)
+
+  def test_the_identity_is_real(self):
+    # What check_identity asserts of each pass makes tau 1 + the sum of rates.
+    a = metrics.acceptance([B])
+    assert a["acceptance_length_uncut"] == 1 + sum(a["unconditional_rates"])
+    shifted = copy.deepcopy(B)
+    # The totals agree, the passes do not.
+    shifted["metrics"]["emitted_per_step"] = [2, 1]
+    with self.assertRaisesRegex(metrics.MeasurementError, "nothing cut"):
+      metrics.check_identity(shifted)
 
 
 class SummaryTest(parameterized.TestCase):
