@@ -147,11 +147,52 @@ class SystemConfig:
         f"acceptance {self.acceptance!r} is not one of"
         f" {', '.join(ACCEPTANCE_RULES)}"
       )
-    if self.num_drafts is not None and self.num_drafts < 1:
+    if self.num_drafts is None:
+      return
+    if not is_integer(self.num_drafts):
+      raise SpecPilotError(
+        f"num_drafts must be an integer or None, got {self.num_drafts!r}"
+      )
+    if self.num_drafts < 1:
       raise SpecPilotError(
         f"num_drafts must be at least 1, got {self.num_drafts} (drafter=none"
         " decodes without drafts)"
       )
+
+
+def is_integer(value: Any) -> bool:
+  """An `int` that is not a bool."""
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_positive(value: Any) -> bool:
+  """A number above 0 that float32 holds (so neither NaN nor infinite)."""
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    return False
+  return _SMALLEST <= value <= _LARGEST
+
+
+_SMALLEST, _LARGEST = 1.18e-38, 3.4e38  # normal numbers of float32
+
+_COUNTS = (
+  "vocab_size",
+  "hidden_size",
+  "intermediate_size",
+  "num_heads",
+  "num_kv_heads",
+  "head_dim",
+  "rotary_dim",
+  "context_length",
+)
+_GDN_COUNTS = (
+  "gdn_num_key_heads",
+  "gdn_num_value_heads",
+  "gdn_key_head_dim",
+  "gdn_value_head_dim",
+  "gdn_conv_kernel",
+)
+_REALS = ("rope_theta", "norm_eps")
+_BOOLS = ("tie_embeddings", "qk_norm", "attention_gate", "zero_centered_norm")
 
 
 def _require(condition: bool, name: str, what: str) -> None:
@@ -160,12 +201,22 @@ def _require(condition: bool, name: str, what: str) -> None:
 
 
 def _check(c: ModelConfig) -> None:
-  """Shape arithmetic that every later module relies on."""
+  """Types, ranges and shape arithmetic that every later module relies on."""
+  _require(
+    isinstance(c.name, str), "model", f"name must be a string, got {c.name!r}"
+  )
   _require(
     c.family in FAMILIES,
     c.name,
     f"family {c.family!r} is not one of {', '.join(FAMILIES)}",
   )
+  for field in ("layer_types", "eos_token_ids"):
+    value = getattr(c, field)
+    _require(
+      isinstance(value, tuple),
+      c.name,
+      f"{field} must be a tuple, got {value!r}",
+    )
   _require(len(c.layer_types) > 0, c.name, "layer_types is empty")
   for layer_type in c.layer_types:
     _require(
@@ -173,20 +224,30 @@ def _check(c: ModelConfig) -> None:
       c.name,
       f"layer type {layer_type!r} is not {GDN!r} or {ATTENTION!r}",
     )
-  for field in (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "context_length",
-  ):
+  hybrid = GDN in c.layer_types
+  for field in _COUNTS + _GDN_COUNTS:
+    value = getattr(c, field)
+    # Without GDN layers their sizes say nothing, and may be 0.
+    zero = field in _GDN_COUNTS and not hybrid
+    _require(
+      is_integer(value) and value >= (0 if zero else 1),
+      c.name,
+      f"{field} must be a {'non-negative' if zero else 'positive'} integer,"
+      f" got {value!r}",
+    )
+  for field in _REALS:
     value = getattr(c, field)
     _require(
-      isinstance(value, int) and value > 0,
+      is_positive(value),
       c.name,
-      f"{field} must be a positive integer, got {value!r}",
+      f"{field} must be a finite number above 0, got {value!r}",
+    )
+  for field in _BOOLS:
+    value = getattr(c, field)
+    _require(
+      isinstance(value, bool),
+      c.name,
+      f"{field} must be True or False, got {value!r}",
     )
   _require(
     c.num_heads % c.num_kv_heads == 0,
@@ -195,9 +256,14 @@ def _check(c: ModelConfig) -> None:
     f" {c.num_kv_heads}",
   )
   _require(
-    0 < c.rotary_dim <= c.head_dim and c.rotary_dim % 2 == 0,
+    c.rotary_dim <= c.head_dim and c.rotary_dim % 2 == 0,
     c.name,
     f"rotary_dim {c.rotary_dim} must be even and at most head_dim {c.head_dim}",
+  )
+  _require(
+    c.tokenizer_size is None or is_integer(c.tokenizer_size),
+    c.name,
+    f"tokenizer_size must be an integer or None, got {c.tokenizer_size!r}",
   )
   _require(
     0 < c.valid_vocab <= c.vocab_size,
@@ -208,20 +274,12 @@ def _check(c: ModelConfig) -> None:
   for kind, tokens in (("eos", c.eos_token_ids), ("bos", bos)):
     for token in tokens:
       _require(
-        isinstance(token, int) and 0 <= token < c.vocab_size,
+        is_integer(token) and 0 <= token < c.vocab_size,
         c.name,
         f"{kind} token id {token!r} is outside the vocabulary of"
         f" {c.vocab_size}",
       )
-  if GDN in c.layer_types:
-    for field in (
-      "gdn_num_key_heads",
-      "gdn_num_value_heads",
-      "gdn_key_head_dim",
-      "gdn_value_head_dim",
-    ):
-      value = getattr(c, field)
-      _require(value > 0, c.name, f"{field} must be positive, got {value!r}")
+  if hybrid:
     _require(
       c.gdn_conv_kernel >= 2,
       c.name,

@@ -17,6 +17,7 @@ bytes that are no UTF-8 become U+FFFD.
 import codecs
 import json
 import operator
+import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -185,7 +186,7 @@ class Tokenizer:
     folder = pathlib.Path(folder)
     files = {}
     for file in FILES:
-      if (folder / file).is_file():
+      if os.path.lexists(folder / file):
         try:
           files[file] = (folder / file).read_bytes()
         except OSError as error:

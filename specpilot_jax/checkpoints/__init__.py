@@ -38,9 +38,9 @@ def load_checkpoint(name_or_path: str | os.PathLike[str]) -> Checkpoint:
   if path.is_dir():
     from specpilot_jax.checkpoints import hf, orbax
 
-    if (path / orbax.METADATA).is_file():
+    if os.path.lexists(path / orbax.METADATA):
       return orbax.load(path)
-    if (path / hf.CONFIG).is_file():
+    if os.path.lexists(path / hf.CONFIG):
       return hf.load(path)
     raise SpecPilotError(
       f"{path}: neither a Hugging Face folder ({hf.CONFIG}) nor a saved"

@@ -28,7 +28,7 @@ from specpilot_jax.checkpoints.layout import (
   layout,
   split,
 )
-from specpilot_jax.configs import ModelConfig
+from specpilot_jax.configs import ModelConfig, is_integer
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -63,7 +63,8 @@ def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
   name = folder.resolve().name
   config = from_hf(common.read_json(folder / CONFIG), name)
   tokenizer = None
-  if (folder / TOKENIZER_FILE).is_file():
+  # What is there but is no file must not pass for absent.
+  if os.path.lexists(folder / TOKENIZER_FILE):
     tokenizer = Tokenizer.from_hf_folder(folder)
   config = common.with_tokenizer(
     _merge_generation_config(config, folder), tokenizer, str(folder)
@@ -72,7 +73,7 @@ def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
     weights = _Weights(folder, config, stack)
     params = weights.read()
   sources = [CONFIG, *weights.files]
-  sources += [GENERATION_CONFIG] * (folder / GENERATION_CONFIG).is_file()
+  sources += [GENERATION_CONFIG] * (folder / GENERATION_CONFIG).exists()
   digests = {f: common.sha256_of(folder / f) for f in sources}
   if tokenizer is not None:
     digests |= {
@@ -91,12 +92,12 @@ def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
 def _merge_generation_config(config: ModelConfig, folder: pathlib.Path):
   """Adds the end-of-text ids that only `generation_config.json` names."""
   path = folder / GENERATION_CONFIG
-  if not path.is_file():
+  if not os.path.lexists(path):
     return config
   eos = common.read_json(path).get("eos_token_id")
   ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
   for token in ids:
-    if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+    if not is_integer(token) or not 0 <= token < config.vocab_size:
       raise SpecPilotError(
         f"{path}: eos_token_id {token!r} is outside the vocabulary of"
         f" {config.vocab_size}"
@@ -151,9 +152,9 @@ class _Weights:
 
   def _list_files(self):
     """(files to read, the index's tensor -> file map or None)."""
-    if (self._folder / WEIGHTS).is_file():
+    if os.path.lexists(self._folder / WEIGHTS):
       return [WEIGHTS], None
-    if not (self._folder / INDEX).is_file():
+    if not os.path.lexists(self._folder / INDEX):
       raise SpecPilotError(f"{self._folder}: no {WEIGHTS} and no {INDEX}")
     index = common.read_json(self._folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
@@ -171,6 +172,8 @@ class _Weights:
 
   def _open(self, file, stack):
     path = self._folder / file
+    if not path.is_file():
+      raise SpecPilotError(f"{path}: not a file")
     try:
       return stack.enter_context(safetensors.safe_open(path, framework="numpy"))
     except (safetensors.SafetensorError, OSError, ValueError) as error:

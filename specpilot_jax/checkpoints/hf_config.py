@@ -8,7 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from specpilot_jax.configs import ATTENTION, GDN, ModelConfig
+from specpilot_jax.configs import (
+  ATTENTION,
+  GDN,
+  ModelConfig,
+  is_integer,
+  is_positive,
+)
 from specpilot_jax.errors import SpecPilotError
 
 # Fields of config.json that say nothing about the function computed in
@@ -40,6 +46,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
   "rope_interleaved": (False,),
   "mlp_only_layers": ([], None),
 }
+
+# Of these, what dense models do not have.
+_HYBRID_ONLY = frozenset({"output_gate_type", "attn_output_gate"})
 
 _SHARED = frozenset({
   "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -73,45 +82,72 @@ _LAYER_TYPES = {"linear_attention": GDN, "full_attention": ATTENTION}
 def from_hf(config: Mapping[str, Any], name: str) -> ModelConfig:
   """Reads a parsed `config.json`; see `ModelConfig.from_hf`."""
   try:
-    return _from_hf(dict(config), name)
-  except (TypeError, AttributeError, ArithmeticError) as error:
-    # A field of the wrong type, say a string where a list belongs.
+    return _from_hf(_unwrapped(dict(config), name), name)
+  except SpecPilotError:
+    raise
+  except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    # A field of the wrong type, say a list where a string belongs.
     raise SpecPilotError(f"{name}: malformed config ({error})") from None
+
+
+def _unwrapped(config: dict[str, Any], name: str) -> dict[str, Any]:
+  """The text-only config inside a multimodal one."""
+  if "text_config" not in config:
+    return config
+  _refuse_unknown(config, _WRAPPER | _INERT, name)
+  text = config["text_config"]
+  if not isinstance(text, Mapping):
+    raise SpecPilotError(f"{name}: text_config is not a mapping")
+  outer = config.get("model_type")
+  text = {"model_type": f"{outer}_text", **text}
+  families = {
+    _MODEL_TYPES.get(str(kind)) for kind in (outer, text["model_type"])
+  }
+  if len(families) > 1:
+    raise SpecPilotError(
+      f"{name}: model_type {outer!r} holds a text_config of model_type"
+      f" {text['model_type']!r}, which is not supported"
+    )
+  # The wrapper's end-of-turn ids are the ones that generation uses.
+  for field in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):
+    if config.get(field) is not None:
+      text[field] = config[field]
+  return text
 
 
 def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
   model_type = config.get("model_type")
-  if "text_config" in config:
-    _refuse_unknown(config, _WRAPPER | _INERT, name)
-    text = dict(config["text_config"])
-    text.setdefault("model_type", f"{model_type}_text")
-    # The wrapper's end-of-turn ids are the ones that generation uses.
-    for field in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):
-      if config.get(field) is not None:
-        text[field] = config[field]
-    return _from_hf(text, name)
   family = _MODEL_TYPES.get(str(model_type))
   if family is None:
     raise SpecPilotError(
       f"{name}: model_type {model_type!r} is not supported; supported:"
       f" {', '.join(sorted(_MODEL_TYPES))}"
     )
-  _refuse_unknown(config, _FAMILY_FIELDS[family] | _INERT | _FIXED.keys(), name)
-  for field, allowed in _FIXED.items():
-    if field in config and config[field] not in allowed:
+  hybrid = family == "qwen3_5"
+  fixed = _FIXED.keys() - (frozenset() if hybrid else _HYBRID_ONLY)
+  _refuse_unknown(config, _FAMILY_FIELDS[family] | _INERT | fixed, name)
+  for field in sorted(fixed & config.keys()):
+    value, allowed = config[field], _FIXED[field]
+    # 0 is not False here.
+    if not any(type(value) is type(a) and value == a for a in allowed):
       raise SpecPilotError(
-        f"{name}: {field}={config[field]!r} is not supported (only"
+        f"{name}: {field}={value!r} is not supported (only"
         f" {', '.join(repr(a) for a in allowed)})"
       )
 
-  def need(field, kind=int):
-    value = config.get(field)
+  wanted = {
+    is_integer: "positive integer",
+    is_positive: "finite number above 0",
+  }
+
+  def need(field, good=is_integer, fields=config):
+    value = fields.get(field)
     if value is None:
       raise SpecPilotError(f"{name}: config field {field!r} is missing")
-    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+    if not good(value) or value <= 0:
       raise SpecPilotError(
-        f"{name}: config field {field!r} must be a positive number,"
-        f" got {value!r}"
+        f"{name}: config field {field!r} must be a {wanted[good]}, got"
+        f" {value!r}"
       )
     return value
 
@@ -124,57 +160,39 @@ def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     else default_dim or need("hidden_size") // heads
   )
   num_layers = need("num_hidden_layers")
-  rope = config.get("rope_parameters") or {}
-  if not isinstance(rope, Mapping):
-    raise SpecPilotError(f"{name}: rope_parameters is not a mapping")
-  rope = dict(rope)
-  rope_type = rope.pop("rope_type", rope.pop("type", "default"))
-  if rope_type != "default":
-    raise SpecPilotError(
-      f"{name}: rope_type {rope_type!r} is not supported (only 'default')"
-    )
-  theta = rope.pop("rope_theta", config.get("rope_theta"))
-  if theta is None:
-    raise SpecPilotError(f"{name}: config field 'rope_theta' is missing")
-  partial = rope.pop(
-    "partial_rotary_factor", config.get("partial_rotary_factor")
-  )
-  if family == "qwen3_5":
-    partial = 0.25 if partial is None else partial
-    # Multimodal RoPE sections: with text alone all three position ids are
-    # equal, so that this is plain RoPE.
-    rope.pop("mrope_interleaved", None)
-    rope.pop("mrope_section", None)
-  elif partial not in (None, 1, 1.0):
-    raise SpecPilotError(
-      f"{name}: partial_rotary_factor {partial!r} is not supported for {family}"
-    )
-  if rope:
-    raise SpecPilotError(
-      f"{name}: unknown config field 'rope_parameters.{sorted(rope)[0]}'"
-    )
+  theta, partial = _rope(config, hybrid, need, name)
   layer_types = config.get("layer_types")
   if layer_types is None:
-    interval = config.get("full_attention_interval", 4)
+    interval = 1
+    if hybrid:
+      interval = need(
+        "full_attention_interval",
+        fields={"full_attention_interval": 4} | config,
+      )
     layer_types = [
-      "full_attention"
-      if family != "qwen3_5" or (i + 1) % interval == 0
-      else "linear_attention"
+      "linear_attention" if (i + 1) % interval else "full_attention"
       for i in range(num_layers)
     ]
+  if not _is_list(layer_types):
+    raise SpecPilotError(f"{name}: layer_types is not a list")
   if len(layer_types) != num_layers:
     raise SpecPilotError(
       f"{name}: layer_types has {len(layer_types)} entries,"
       f" num_hidden_layers says {num_layers}"
     )
   for layer_type in layer_types:
-    if layer_type not in _LAYER_TYPES:
+    supported = list(_LAYER_TYPES) if hybrid else ["full_attention"]
+    if layer_type not in supported:
       raise SpecPilotError(
-        f"{name}: layer type {layer_type!r} is not supported"
+        f"{name}: layer type {layer_type!r} is not supported for {family}"
       )
   eos = config.get("eos_token_id")
   eos_ids = () if eos is None else tuple(eos) if _is_list(eos) else (eos,)
-  hybrid = family == "qwen3_5"
+  tied = config.get("tie_word_embeddings")
+  if not (tied is None or isinstance(tied, bool)):
+    raise SpecPilotError(
+      f"{name}: tie_word_embeddings must be true or false, got {tied!r}"
+    )
   gdn = {}
   if hybrid:
     gdn = dict(
@@ -196,10 +214,10 @@ def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     if config.get("num_key_value_heads") is None
     else need("num_key_value_heads"),
     head_dim=head_dim,
-    rotary_dim=int(head_dim * (1.0 if partial is None else partial)),
+    rotary_dim=int(head_dim * partial),
     rope_theta=float(theta),
-    norm_eps=float(need("rms_norm_eps", (int, float))),
-    tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+    norm_eps=float(need("rms_norm_eps", is_positive)),
+    tie_embeddings=bool(tied),
     context_length=need("max_position_embeddings"),
     qk_norm=family != "llama",
     attention_gate=hybrid,
@@ -208,6 +226,48 @@ def _from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     eos_token_ids=eos_ids,
     **gdn,
   )
+
+
+def _rope(config, hybrid, need, name) -> tuple[float, float]:
+  """(base, share of a head that rotates), wherever the config says them."""
+  rope = config.get("rope_parameters")
+  rope = {} if rope is None else rope
+  if not isinstance(rope, Mapping):
+    raise SpecPilotError(f"{name}: rope_parameters is not a mapping")
+  known = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
+  if hybrid:
+    # Multimodal RoPE sections: with text alone all three position ids are
+    # equal, so that this is plain RoPE.
+    known |= {"mrope_interleaved", "mrope_section"}
+  for field in sorted(rope.keys() - known):
+    raise SpecPilotError(
+      f"{name}: unknown config field 'rope_parameters.{field}'"
+    )
+  for field in ("rope_type", "type"):
+    if rope.get(field, "default") != "default":
+      raise SpecPilotError(
+        f"{name}: {field} {rope[field]!r} of rope_parameters is not supported"
+        " (only 'default')"
+      )
+
+  def either(field, default=None):
+    said = [f[field] for f in (rope, config) if f.get(field) is not None]
+    values = [need(field, is_positive, {field: v}) for v in said or [default]]
+    if values[0] != values[-1]:
+      raise SpecPilotError(
+        f"{name}: {field}={values[1]!r} contradicts rope_parameters.{field}="
+        f"{values[0]!r}"
+      )
+    return values[0]
+
+  theta = either("rope_theta")
+  partial = either("partial_rotary_factor", 0.25 if hybrid else 1.0)
+  if partial > 1 or (partial < 1 and not hybrid):
+    raise SpecPilotError(
+      f"{name}: partial_rotary_factor {partial!r} is not supported (only"
+      f" {'0 to 1' if hybrid else '1'})"
+    )
+  return theta, partial
 
 
 def _is_list(value) -> bool:

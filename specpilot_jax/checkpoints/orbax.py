@@ -8,10 +8,14 @@
 The folder appears complete or not at all.
 """
 
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
+import sys
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -154,14 +158,18 @@ def _params(
   if not folder.is_dir():
     raise SpecPilotError(f"{folder}: the weights are missing")
   table = layout(config)
-  handler = ocp.PyTreeCheckpointHandler()
-  with ocp.Checkpointer(handler) as checkpointer:
-    try:
-      stored = checkpointer.metadata(folder).item_metadata.tree
-    except Exception as error:  # Orbax raises many kinds for damaged files.
+  with (
+    _quiet(),
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+  ):
+    with _damage(folder):
+      item = checkpointer.metadata(folder).item_metadata
+      # Orbax logs what is wrong with it, and gives None.
+      stored = None if item is None else dict(item.tree)
+    if stored is None:
       raise SpecPilotError(
-        f"{folder}: damaged Orbax checkpoint ({common.first_line(error)})"
-      ) from None
+        f"{folder}: damaged Orbax checkpoint (unreadable metadata)"
+      )
     for name in table:
       if name not in stored or name not in recorded:
         raise SpecPilotError(f"{folder}: parameter {name!r} is missing")
@@ -169,16 +177,12 @@ def _params(
       if name not in table:
         raise SpecPilotError(f"{folder}: unknown parameter {name!r}")
     kinds = jax.tree.map(
-      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), dict(stored)
+      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored
     )
-    try:
+    with _damage(folder):
       params = checkpointer.restore(
         folder, args=ocp.args.PyTreeRestore(restore_args=kinds)
       )
-    except Exception as error:
-      raise SpecPilotError(
-        f"{folder}: damaged Orbax checkpoint ({common.first_line(error)})"
-      ) from None
   ordered = {}
   for name, fused in table.items():
     array = np.asarray(params[name])
@@ -191,3 +195,58 @@ def _params(
       )
     ordered[name] = array
   return ordered
+
+
+@contextlib.contextmanager
+def _damage(folder: pathlib.Path) -> Generator[None]:
+  """Any failure inside is a damaged checkpoint."""
+  try:
+    yield
+  except Exception as error:  # Orbax raises many kinds for damaged files.
+    raise SpecPilotError(
+      f"{folder}: damaged Orbax checkpoint ({common.first_line(error)})"
+    ) from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+  """Nothing is logged: what matters of it is in the error."""
+  loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+  before = [logger.disabled for logger in loggers]
+  hook = sys.unraisablehook
+  _AbandonedReads.install()
+  for logger in loggers:
+    logger.disabled = True
+  try:
+    yield
+  except SpecPilotError:
+    # The reads that Orbax gave up may end later than this.
+    hook = sys.unraisablehook
+    raise
+  finally:
+    sys.unraisablehook = hook
+    for logger, disabled in zip(loggers, before, strict=True):
+      logger.disabled = disabled
+
+
+class _AbandonedReads:
+  """An `unraisablehook` that drops what abandoned reads report.
+
+  Orbax closes its event loop at the first read that fails. Each of the others
+  then fails to call back, in a thread of its own and at any later time, and
+  prints a traceback. All else goes to the hook that was there before.
+  """
+
+  def __init__(self, before):
+    self._before = before
+
+  def __call__(self, unraisable) -> None:
+    error = unraisable.exc_value
+    closed = isinstance(error, RuntimeError) and "loop is closed" in str(error)
+    if not closed:
+      self._before(unraisable)
+
+  @classmethod
+  def install(cls) -> None:
+    if not isinstance(sys.unraisablehook, cls):
+      sys.unraisablehook = cls(sys.unraisablehook)

@@ -144,6 +144,8 @@ class HfTest(parameterized.TestCase):
     self.assertEqual(hf.load(self.folder).config.eos_token_ids, (2, 9))
     path.write_text(json.dumps({"eos_token_id": 300}))
     self.refused("generation_config.json: eos_token_id 300 is outside")
+    path.write_text(json.dumps({"eos_token_id": True}))
+    self.refused("generation_config.json: eos_token_id True is outside")
 
   def test_tokenizer_sets_size_and_ids(self):
     self.write(
@@ -250,6 +252,27 @@ class HfTest(parameterized.TestCase):
       (self.folder / hf.CONFIG).write_text(content, encoding="latin-1")
       self.refused(pattern)
 
+  @parameterized.parameters(
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+  )
+  def test_folders_and_dead_links_are_not_absent_files(self, file):
+    self.write(tokenizer_files=builders.tokenizer_files())
+    hf.load(self.folder)
+    path = self.folder / file
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    self.refused(
+      f"{file}: .*(directory|not a file)", load_checkpoint, self.folder
+    )
+    path.rmdir()
+    path.symlink_to("nowhere")
+    self.refused(rf"{file}(:| is missing)", load_checkpoint, self.folder)
+
   def test_index(self):
     self.write(max_shard_bytes=10_000)
     path = self.folder / hf.INDEX
@@ -279,7 +302,7 @@ class HfTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"new_field": 1}, "unknown config field 'new_field'"),
     ({"hidden_size": None}, "config field 'hidden_size' is missing"),
-    ({"hidden_size": "32"}, "'hidden_size' must be a positive number"),
+    ({"hidden_size": "32"}, "'hidden_size' must be a positive integer"),
     ({"num_attention_heads": 0}, "'num_attention_heads' must be a positive"),
     ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
     ({"rope_parameters": 3}, "rope_parameters is not a mapping"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import pathlib
 import shutil
 import tempfile
@@ -119,8 +120,8 @@ class OrbaxTest(parameterized.TestCase):
     path.unlink()
     self.refused("specpilot.json is missing")
 
-  # Orbax leaves a task of the failed read to a loop that is closed by then.
-  @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+  # Orbax leaves reads to an event loop that is closed by the time they end.
+  @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
   def test_missing_and_damaged_weights(self):
     saved = self.checkpoint()
     orbax.save(self.folder, saved)
@@ -143,12 +144,24 @@ class OrbaxTest(parameterized.TestCase):
     shutil.copytree(whole, other / "params")
     self.refused("unknown parameter 'layers.1", orbax.load, other)
 
-    for damage in (lambda b: b[: len(b) // 2], lambda b: b[:-9] + b"damaged!!"):
+    def truncated(content):
+      return content[: len(content) // 2]
+
+    for pattern, damage, what in (
+      ("d/*", truncated, "unreadable metadata"),
+      ("d/*", lambda b: b[:-9] + b"damaged!!", "unreadable metadata"),
+      ("_METADATA", truncated, "unreadable metadata"),
+      ("manifest.ocdbt", truncated, "unreadable metadata"),
+      ("ocdbt.*/d/*", truncated, "OUT_OF_RANGE|DATA_LOSS"),
+    ):
       shutil.rmtree(self.folder / "params")
       shutil.copytree(whole, self.folder / "params")
-      for file in (self.folder / "params").rglob("d/*"):
+      for file in (self.folder / "params").glob(pattern):
         file.write_bytes(damage(file.read_bytes()))
-      self.refused("damaged Orbax checkpoint")
+      # The error says it, and nothing else does.
+      with self.assertNoLogs("absl", "DEBUG"):
+        self.refused(rf"params: damaged Orbax checkpoint \(({what})")
+    self.assertFalse(logging.getLogger("absl").disabled)
 
 
 if __name__ == "__main__":
