@@ -59,7 +59,7 @@ _SPLIT = flags.DEFINE_enum(
 _CHAT = flags.DEFINE_boolean(
   "chat", None, "Chat template on or off; by default the set's own way."
 )
-_SAMPLING = sampling_flags.define_sampling_flags()
+read_sampling = sampling_flags.define_sampling_flags()
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "bfloat16 on an accelerator, float32 on a CPU."
 )
@@ -103,7 +103,7 @@ def _settings() -> settings.Settings:
     num_prompts=_NUM_PROMPTS.value,
     split=_SPLIT.value,
     chat=_CHAT.value,
-    sampling=_SAMPLING(),
+    sampling=read_sampling(),
     dtype=_DTYPE.value,
     prefill_chunk=_PREFILL_CHUNK.value,
     num_warmups=_NUM_WARMUPS.value,

@@ -289,9 +289,13 @@ class Calibration:
       handle, temporary = tempfile.mkstemp(
         dir=self.path.parent, prefix=f".{self.path.name}."
       )
-      with os.fdopen(handle, "w") as out:
-        json.dump(content, out)
-      os.replace(temporary, self.path)
+      try:
+        with os.fdopen(handle, "w") as out:
+          json.dump(content, out)
+        os.replace(temporary, self.path)
+      except OSError:
+        os.unlink(temporary)
+        raise
     except OSError as e:
       raise SpecPilotError(f"{self.path}: {e.strerror}") from None
 

@@ -1,8 +1,8 @@
 """`experiments.main` end to end on a tiny model."""
 
 import json
-import os
 import re
+import tempfile
 
 import pytest
 
@@ -31,51 +31,6 @@ DEPLOYMENT = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", name="place")
-def _place(tmp_path_factory):
-  """A folder with a model, prompts, and its own data folder."""
-  folder = tmp_path_factory.mktemp("main")
-  tiny.save_model(folder / "model")
-  tiny.save_prompts(folder / "prompts.jsonl")
-  before = os.environ.get("SPECPILOT_DATA")
-  os.environ["SPECPILOT_DATA"] = str(folder / "data")
-  yield folder
-  if before is None:
-    del os.environ["SPECPILOT_DATA"]
-  else:
-    os.environ["SPECPILOT_DATA"] = before
-
-
-@pytest.fixture(name="command")
-def _command(place):
-  """Flags of a benchmark of the tiny model."""
-  return (
-    f"--target={place / 'model'}",
-    f"--prompts={place / 'prompts.jsonl'}",
-    "--dtype=float32",
-    "--max_tokens=40",
-    "--prefill_chunk=16",
-  )
-
-
-@pytest.fixture(scope="module", name="finished")
-def _finished(place):
-  """A finished benchmark with three systems."""
-  folder = place / "run"
-  status = tiny.run(
-    f"--target={place / 'model'}",
-    f"--prompts={place / 'prompts.jsonl'}",
-    "--dtype=float32",
-    "--max_tokens=40",
-    "--prefill_chunk=16",
-    "--set=num_drafts=3",
-    "--min_control_tokens=50",
-    f"--output_dir={folder}",
-  )
-  assert status == 0
-  return folder
-
-
 def test_result(finished):
   result = results.read_result(finished)
   assert result.keys() >= TOP
@@ -94,6 +49,7 @@ def test_result(finished):
   assert result["systems"]["candidate"]["options"]["num_drafts"] == "3"
   assert len(result["systems"]["candidate"]["acceptance"]["histogram"]) <= 4
   assert result["recompiles"] == 0
+  assert result["prompts"]["turns"] == 1
   assert result["cost_model"] is None and result["trials"] == []
 
 
@@ -113,6 +69,9 @@ def test_token_forcing_passes(finished):
     assert verdict["verdict"] == "pass", verdict["reason"]
     assert verdict["control"]["name"] == control
     assert verdict["first_failure"] is None
+    # Equal outputs are scored once.
+    assert verdict["outputs"] == len(tiny.PROMPTS)
+    assert verdict["outputs_sharing_scores"] == len(tiny.PROMPTS)
 
 
 def test_requests_and_events(finished):
@@ -141,6 +100,7 @@ def test_report_stands_alone(finished):
   assert page.count("data:image/png;base64,") >= 5
   text = (finished / "report.md").read_text()
   assert "| stock |" in text and "token forcing: stock pass" in text
+  assert "the first turn alone" in text
 
 
 def test_report_job_writes_the_same(finished):
@@ -175,7 +135,10 @@ def test_too_few_tokens(place, finished):
   status, forcing = force(place, finished, "few")
   assert status == 0
   assert forcing["stock"]["verdict"] == "inconclusive"
-  assert "5000 are needed" in forcing["stock"]["reason"]
+  reason = forcing["stock"]["reason"]
+  assert "5000 are needed" in reason
+  # What to do about it.
+  assert "--num_prompts" in reason and "accumulate" in reason
 
 
 def test_one_changed_token_fails(place, finished):
@@ -208,14 +171,18 @@ def test_sampled_requests_are_forced_too(place, command):
     "--temperature=1",
     "--top_p=0.9",
     "--num_prompts=2",
+    "--min_p=0.01",
+    "--stop=zz",
+    "--stop=a",
     "--max_tokens=24",
     "--min_control_tokens=20",
     f"--output_dir={folder}",
   )
   assert status == 0
-  assert results.read_result(folder)["token_forcing"]["stock"]["verdict"] == (
-    "pass"
-  )
+  result = results.read_result(folder)
+  assert result["token_forcing"]["stock"]["verdict"] == "pass"
+  assert result["sampling"]["stop"] == ["zz", "a"]
+  assert result["environment"]["flags"]["min_p"] == "0.01"
 
 
 def test_rejection_sampling_is_not_forced(place, command):
@@ -317,6 +284,17 @@ def test_output_dir_that_cannot_be_written(place, command, kind, capsys):
   assert taken.read_text() == "mine" and len(list(full.iterdir())) == 1
 
 
+def test_output_dir_of_an_unfinished_run(place, command, tmp_path, capsys):
+  folder = results.RunFolder(tmp_path / "half")
+  folder.event("run_started")
+  folder.close()
+  for job in ((), ("--job=report",)):
+    assert tiny.run(*command, *job, f"--output_dir={folder.path}") == 2
+    out, err = capsys.readouterr()
+    assert "unfinished run (result.json is missing)" in err
+    assert str(folder.path) in err and err.count("\n") == 1 and out == ""
+
+
 def test_report_of_nothing(place, capsys):
   assert tiny.run("--job=report", f"--output_dir={place / 'none'}") == 2
   assert "result.json" in capsys.readouterr().err
@@ -381,3 +359,49 @@ def test_damaged_calibration(place, command, finished, capsys):
   finally:
     for path, content in kept.items():
       path.write_bytes(content)
+
+
+def test_unwritable_calibration(command, tmp_path, monkeypatch, capsys):
+  data = tmp_path / "data"
+  data.mkdir()
+  (data / "calibration").symlink_to("/proc/nowhere/at/all")
+  monkeypatch.setenv("SPECPILOT_DATA", str(data))
+  folder = tmp_path / "never"
+  assert tiny.run(*command, f"--output_dir={folder}") == 2
+  out, err = capsys.readouterr()
+  assert str(data / "calibration") in err and "cannot be written" in err
+  assert err.count("\n") == 1 and out == "" and not folder.exists()
+  # It is not needed where nothing is judged.
+  status = tiny.run(
+    *command,
+    "--notoken_forcing",
+    "--num_prompts=1",
+    "--max_tokens=2",
+    f"--output_dir={folder}",
+  )
+  assert status == 0
+
+
+def test_a_control_that_cannot_be_kept(command, tmp_path, monkeypatch):
+  make = tempfile.mkstemp
+
+  def full(**args):
+    if str(args.get("dir", "")).endswith("calibration"):
+      raise OSError(28, "No space left on device")
+    return make(**args)
+
+  # The check before the measurement makes its file in another way.
+  monkeypatch.setattr(tempfile, "mkstemp", full)
+  folder = tmp_path / "kept"
+  status = tiny.run(
+    *command,
+    "--num_prompts=1",
+    "--max_tokens=8",
+    "--min_control_tokens=5",
+    f"--output_dir={folder}",
+  )
+  assert status == 0
+  result = results.read_result(folder)
+  assert result["token_forcing"]["stock"]["verdict"] == "pass"
+  (note,) = [n for n in result["notes"] if "not kept" in n]
+  assert "No space left on device" in note

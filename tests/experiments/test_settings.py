@@ -1,8 +1,11 @@
 """Flag files: where they are looked for and what they may hold."""
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
-from experiments import settings
+from experiments import main, settings
+from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 
 
@@ -60,3 +63,31 @@ def test_bad_files(tmp_path, content, message):
 def test_missing_files(name):
   with pytest.raises(SpecPilotError, match="cpu_smoke.flags"):
     expand(f"--flagfile={name}")
+
+
+def test_every_sampling_setting_has_its_flag():
+  chosen = SamplingParams(
+    temperature=0.5,
+    top_k=3,
+    top_p=0.9,
+    min_p=0.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.3,
+    repetition_penalty=1.2,
+    seed=4,
+    max_tokens=7,
+    stop=("a", "b,c"),
+    ignore_eos=True,
+  )
+  given = [
+    f"--{name}={getattr(chosen, name)}"
+    for name in chosen.__dataclass_fields__
+    # Settings of the Python interface alone.
+    if name not in ("stop", "stop_token_ids", "loop_detection")
+  ]
+  with flagsaver.flagsaver():
+    flags.FLAGS(["main", *given, "--stop=a", "--stop=b,c"])
+    assert main.read_sampling() == chosen
+  # They are the program's own flags: its records and its help have them.
+  owner = flags.FLAGS.find_module_defining_flag("job")
+  assert flags.FLAGS.find_module_defining_flag("min_p") == owner
