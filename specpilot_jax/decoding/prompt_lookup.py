@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from specpilot_jax.configs import is_integer
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.errors import SpecPilotError
 
@@ -19,10 +20,9 @@ from specpilot_jax.errors import SpecPilotError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptLookupContext:
-  """All committed tokens before the anchor, the first `length` of `tokens`."""
+  """The committed tokens by position; those before the anchor's count."""
 
   tokens: Int[Array, " T"]
-  length: Int[Array, ""]
 
 
 class PromptLookup:
@@ -45,6 +45,15 @@ class PromptLookup:
   def __init__(
     self, num_slots: int = 9, *, max_ngram: int = 5, min_ngram: int = 3
   ):
+    for what, value in (
+      ("num_slots", num_slots),
+      ("max_ngram", max_ngram),
+      ("min_ngram", min_ngram),
+    ):
+      if not is_integer(value):
+        raise SpecPilotError(
+          f"prompt_lookup: {what} must be an integer, got {value!r}"
+        )
     if num_slots < 1:
       raise SpecPilotError(f"prompt_lookup: num_slots {num_slots} is below 1")
     if not 1 <= min_ngram <= max_ngram:
@@ -57,10 +66,7 @@ class PromptLookup:
     self.min_ngram = min_ngram
 
   def init_context(self, capacity: int) -> PromptLookupContext:
-    return PromptLookupContext(
-      tokens=jnp.zeros((capacity,), jnp.int32),
-      length=jnp.zeros((), jnp.int32),
-    )
+    return PromptLookupContext(tokens=jnp.zeros((capacity,), jnp.int32))
 
   def extend(
     self,
@@ -75,8 +81,7 @@ class PromptLookup:
     del params, taps
     kept = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, 0)
     return PromptLookupContext(
-      tokens=lax.dynamic_update_slice(context.tokens, kept, (start,)),
-      length=start + count,
+      tokens=lax.dynamic_update_slice(context.tokens, kept, (start,))
     )
 
   def draft(
