@@ -57,6 +57,10 @@ class WrongDrafter:
     )
   )
 
+  def offered(self, anchor):
+    """Drafts offered behind this anchor."""
+    return jnp.full_like(anchor, self.num_slots)
+
   def init_context(self, capacity):
     del capacity
     return ()
@@ -72,7 +76,7 @@ class WrongDrafter:
       tokens=jnp.asarray(self.tokens),
       scores=jnp.asarray(np.stack([self.scores] * VOCAB))[anchor]
       * (1 + anchor / VOCAB),
-      count=jnp.asarray(3, jnp.int32),
+      count=self.offered(anchor),
     )
 
   def law(self, slot, anchor, temperature):
@@ -80,6 +84,17 @@ class WrongDrafter:
     q = np.zeros(VOCAB)
     np.add.at(q, self.tokens[slot], np.exp(logits) / np.exp(logits).sum())
     return q
+
+
+class FickleDrafter(WrongDrafter):
+  """Offers from no draft to three of them, as the anchor says."""
+
+  name = "fickle"
+  variable_length = True
+
+  def offered(self, anchor):
+    # Two at first: PROMPT ends with 2.
+    return jnp.asarray([0, 3, 2, 1, 0, 1], jnp.int32)[anchor]
 
 
 @functools.cache
@@ -134,12 +149,16 @@ def prefilled():
   return engine, carry
 
 
-def sample(sampling, acceptance) -> tuple[np.ndarray, np.ndarray]:
-  """Three tokens per seed [SEEDS, 3], and drafts accepted in the first step."""
+def sample(
+  sampling, acceptance, drafter=WrongDrafter
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Three tokens per seed [SEEDS, 3]; accepted drafts [SEEDS] of the first
+  step; and drafts [SEEDS, 3] of each step.
+  """
   engine, carry = prefilled()
   fns = dataclasses.replace(
     engine._base,
-    drafter=WrongDrafter(),
+    drafter=drafter(),
     acceptance=acceptance,
     features=sampling_lib.Features.of(sampling),
   )
@@ -154,22 +173,26 @@ def sample(sampling, acceptance) -> tuple[np.ndarray, np.ndarray]:
 
     def step(state, _):
       state, out = fns.step(engine._params, state, now)
-      return state, (out.tokens, out.count, out.accepted)
+      return state, (out.tokens, out.count, out.accepted, out.drafted)
 
     # Each step emits a token or more.
-    _, (tokens, counts, accepted) = jax.lax.scan(step, carry, length=3)
+    _, (tokens, counts, accepted, drafted) = jax.lax.scan(step, carry, length=3)
     starts = jnp.cumsum(counts) - counts
     index = jnp.arange(tokens.shape[1])
     # Tokens behind the count land where nobody looks.
     places = jnp.where(index < counts[:, None], starts[:, None] + index, 15)
-    return jnp.zeros(16, jnp.int32).at[places].set(tokens)[:3], accepted[0]
+    return (
+      jnp.zeros(16, jnp.int32).at[places].set(tokens)[:3],
+      accepted[0],
+      drafted,
+    )
 
   parts = [
     jax.device_get(run(jnp.arange(start, start + 10_000, dtype=jnp.uint32)))
     for start in range(0, SEEDS, 10_000)
   ]
-  tokens, accepted = (np.concatenate(part) for part in zip(*parts, strict=True))
-  return tokens, accepted
+  tokens, accepted, drafted = map(np.concatenate, zip(*parts, strict=True))
+  return tokens, accepted, drafted
 
 
 def p_value(counts, law) -> float:
@@ -226,6 +249,34 @@ def no_residual(nodes, drafts, law, sampling, position):
   )
 
 
+def residual_without_draft(nodes, drafts, law, sampling, position):
+  """Where drafts ran out, samples as if one had been refused."""
+  right = _rejection(nodes, drafts, law, sampling, position)
+  ran_out = right.accepted == nodes.count - 1
+  slot = jnp.minimum(right.accepted, drafts.tokens.shape[0] - 1)
+  q = (
+    jnp.zeros(law.shape[1])
+    .at[drafts.candidates[slot]]
+    .add(jnp.exp(drafts.log_law[slot]))
+  )
+  noise = _gumbel(
+    sampling.seed,
+    (position + 1 + right.accepted)[None],
+    law.shape[1],
+    sampling_lib.Stream.TARGET,
+    law.dtype,
+  )[0]
+  residual = jnp.maximum(law[right.accepted] - q, 0)
+  final = jnp.argmax(jnp.log(residual) + noise).astype(jnp.int32)
+  index = jnp.arange(right.emitted.shape[0])
+  return dataclasses.replace(
+    right,
+    emitted=jnp.where(
+      ran_out & (index >= right.accepted), final, right.emitted
+    ),
+  )
+
+
 def step_noise(logits, sampling, features, positions):
   """One noise for all nodes of a pass."""
   return _choose(
@@ -253,23 +304,35 @@ class LawTest(parameterized.TestCase):
     self.enterContext(kit.quick_compilation())
 
   @parameterized.product(
-    acceptance=("match", "rejection"), sampling=(PLAIN, FILTERED)
+    (
+      dict(sampling=PLAIN, drafter=WrongDrafter),
+      dict(sampling=FILTERED, drafter=WrongDrafter),
+      dict(sampling=PLAIN, drafter=FickleDrafter),
+    ),
+    acceptance=("match", "rejection"),
   )
-  def test_exact(self, acceptance, sampling):
+  def test_exact(self, acceptance, sampling, drafter):
     joint = exact_law(sampling)
-    tokens, accepted = sample(sampling, acceptance)
+    tokens, accepted, drafted = sample(sampling, acceptance, drafter)
     found = p_values(tokens, joint)
     shown = ", ".join(f"{which} {p:.2g}" for which, p in found.items())
     kind = "filtered" if sampling.top_k else "plain"
-    note(f"law {acceptance} {kind}: {SEEDS} seeds, p of chi-square: {shown}")
+    note(
+      f"law {acceptance} {kind}, {drafter.name} drafter: {SEEDS} seeds, p of"
+      f" chi-square: {shown}"
+    )
     for which, p in found.items():
       self.assertGreater(p, 1e-3, which)
     # Several lengths of the first run occur, or nothing was tested.
     lengths = np.bincount(accepted, minlength=4) / SEEDS
     self.assertGreater(lengths[:3].min(), 0.005)
+    if drafter is FickleDrafter:
+      self.assertEqual(set(drafted[:, 0]), {2})
+      second = np.bincount(drafted[:, 1], minlength=3) / SEEDS
+      self.assertGreater(second[:2].min(), 0.05)
     # The share of first drafts accepted is the rule's own.
-    p, drafter = joint.sum(axis=(1, 2)), WrongDrafter()
-    q = drafter.law(0, PROMPT[-1], sampling.temperature)
+    p = joint.sum(axis=(1, 2))
+    q = drafter().law(0, PROMPT[-1], sampling.temperature)
     rate = p[q.argmax()]
     if acceptance == "rejection":
       rate = np.minimum(p, q).sum()
@@ -278,15 +341,25 @@ class LawTest(parameterized.TestCase):
     )
 
   @parameterized.named_parameters(
-    ("accepts_too_much", "rejection", accept, "rejection", lenient),
-    ("residual_not_subtracted", "rejection", accept, "rejection", no_residual),
-    ("law_of_drafts_wrong", "rejection", draft_lib, "chain", certain_drafts),
-    ("noise_shared", "rejection", sampling_lib, "gumbel", one_stream),
-    ("noise_keyed_by_step", "match", sampling_lib, "choose", step_noise),
+    ("accepts_too_much", accept, "rejection", lenient),
+    ("residual_not_subtracted", accept, "rejection", no_residual),
+    ("law_of_drafts_wrong", draft_lib, "chain", certain_drafts),
+    ("noise_shared", sampling_lib, "gumbel", one_stream),
+    ("noise_keyed_by_step", sampling_lib, "choose", step_noise, "match"),
+    (
+      "residual_without_draft",
+      accept,
+      "rejection",
+      residual_without_draft,
+      "rejection",
+      FickleDrafter,
+    ),
   )
-  def test_biased(self, acceptance, module, name, variant):
+  def test_biased(
+    self, module, name, variant, acceptance="rejection", drafter=WrongDrafter
+  ):
     with mock.patch.object(module, name, variant):
-      tokens, _ = sample(PLAIN, acceptance)
+      tokens, _, _ = sample(PLAIN, acceptance, drafter)
     found = p_values(tokens, exact_law(PLAIN))
     self.assertLess(found["joint"], 1e-6)
     self.assertLess(min(found["second"], found["third"]), 1e-3)
