@@ -141,20 +141,21 @@ def largest(a, b):
 
 class ParityTest(parameterized.TestCase):
   @parameterized.parameters(*CASES)
-  def test_float32_logits(self, case):
-    difference = largest(one_pass(case), golden(case)["logits"])
-    self.assertLess(difference, FLOAT32_TOLERANCE)
-
-  @parameterized.parameters(*CASES)
   def test_float64_logits(self, case):
     expected = golden(case)["logits_f64"]
     actual = logits_of(case, "float64", length=len(expected))
     self.assertLess(largest(actual, expected), FLOAT64_TOLERANCE)
 
   @parameterized.product(case=CASES, chunk=(1, 7, 64, 300))
-  def test_prefill_in_chunks_equals_one_pass(self, case, chunk):
-    chunked = logits_of(case, "float32", chunk=chunk)
-    self.assertLess(largest(chunked, one_pass(case)), CHUNK_TOLERANCE)
+  def test_prefill_in_chunks(self, case, chunk):
+    """One pass is right by the golden logits, the others by it as well."""
+    whole = chunk == LENGTH
+    chunked = (
+      one_pass(case) if whole else logits_of(case, "float32", chunk=chunk)
+    )
+    self.assertLess(largest(chunked, golden(case)["logits"]), FLOAT32_TOLERANCE)
+    if not whole:
+      self.assertLess(largest(chunked, one_pass(case)), CHUNK_TOLERANCE)
 
   # One-token decode and a verify chain: the tree form, committed by rebuild.
   @parameterized.product(case=("hybrid2", "hybrid3", "llama"), nodes=(1, 8))
