@@ -134,6 +134,7 @@ def run(settings: Settings) -> int:
       for name, members in records.items()
       if members
     }
+    result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
     result["notes"] = _notes(result, model)
     if settings.token_forcing:
       result["token_forcing"], notes = _force(

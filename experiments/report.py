@@ -119,8 +119,10 @@ def rewrite(folder: Path) -> Path:
       records.setdefault(record["system"], []).append(record)
   path = folder / results.RESULT
   try:
-    _check_figures(folder / results.REQUESTS, result["systems"], records)
+    _check_figures(folder / results.REQUESTS, result, records)
     return write(folder, result, records)
+  except SpecPilotError:  # It is a ValueError.
+    raise
   except KeyError as e:
     raise SpecPilotError(f"{path}: damaged, {e} is missing") from None
   except (TypeError, AttributeError, ValueError) as e:
@@ -129,8 +131,9 @@ def rewrite(folder: Path) -> Path:
     ) from None
 
 
-def _check_figures(path: Path, systems, records) -> None:
+def _check_figures(path: Path, result, records) -> None:
   """Compares result.json with what the requests give."""
+  systems = result["systems"]
   for name in [*systems, *(n for n in records if n not in systems)]:
     members = records.get(name, ())
     told = systems[name]["requests"] if name in systems else 0
@@ -146,6 +149,11 @@ def _check_figures(path: Path, systems, records) -> None:
           f"{path}: {field!r} of {name} is not that of {results.RESULT}; one"
           " of the two files was changed"
         )
+  if systems and results.sha256(path) != result["requests_sha256"]:
+    raise SpecPilotError(
+      f"{path}: not the file that {results.RESULT} was made from (its SHA-256"
+      " is another)"
+    )
 
 
 def _agree(a: Any, b: Any) -> bool:

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -28,6 +29,7 @@ _EMPTY: dict[str, Any] = {
   "prompts": {},
   "sampling": {},
   "systems": {},
+  "requests_sha256": None,
   "token_forcing": {},
   "cost_model": None,
   "trials": [],
@@ -231,7 +233,7 @@ def _check_record(record: Any, where: str) -> None:
   for field in ("prompt_ids", "output_ids"):
     ids = record[field]
     # bool is an int in Python, not in JSON.
-    if not ids or any(type(i) is not int for i in ids):
+    if not ids or any(type(i) is not int or i < 0 for i in ids):
       raise SpecPilotError(
         f"{where}: field {field!r} must be a list of token ids, not empty"
       )
@@ -283,7 +285,7 @@ def sampling_of(record: Mapping[str, Any]) -> SamplingParams:
   Raises:
     SpecPilotError: unknown field, or a value out of range.
   """
-  fields = {
+  fields: dict[str, Any] = {
     name: tuple(value) if isinstance(value, list) else value
     for name, value in record["sampling"].items()
   }
@@ -291,6 +293,14 @@ def sampling_of(record: Mapping[str, Any]) -> SamplingParams:
   if unknown:
     raise SpecPilotError(f"unknown setting {unknown[0]!r}")
   return SamplingParams(**fields)
+
+
+def sha256(path: Path) -> str:
+  """Of a file's bytes, in hexadecimal."""
+  try:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+  except OSError as e:
+    raise SpecPilotError(f"{path}: {e.strerror}") from None
 
 
 def _read(path: Path) -> str:

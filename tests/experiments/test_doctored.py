@@ -22,7 +22,9 @@ def end(ids, prompt_tokens=4, tokenizer=None, **sampling):
   found = endings.ending(
     prompt_tokens, ids, SamplingParams(**sampling), CONFIG, tokenizer
   )
-  return found and (found.tokens, found.finish_reason, found.stop_reason)
+  if found is None:
+    return None
+  return found.tokens, found.finish_reason, found.stop_reason
 
 
 def test_endings():
@@ -43,7 +45,9 @@ def test_endings():
 def test_stop_strings_are_found_in_the_text():
   tokenizer = builders.tokenizer()
   ids = tokenizer.encode("the cat on the mat", add_special_tokens=False)
-  count, reason, found = end(ids, tokenizer=tokenizer, stop=("on", "zz"))
+  ended = end(ids, tokenizer=tokenizer, stop=("on", "zz"))
+  assert ended is not None
+  count, reason, found = ended
   assert (reason, found) == ("stop", "on")
   assert "on" in tokenizer.decode(ids[:count])
   assert "on" not in tokenizer.decode(ids[: count - 1])
@@ -257,6 +261,7 @@ MALFORMED = (
     lambda r: r["metrics"].update(emitted_per_step=[2**70]),
     "'emitted_per_step' must be a list of whole numbers",
   ),
+  (lambda r: r["prompt_ids"].insert(0, -1), "'prompt_ids' must be a list"),
   (lambda r: r.update(sampling={}), "'sampling' lacks 'temperature'"),
   (lambda r: r["sampling"].pop("stop"), "'sampling' lacks 'stop'"),
   (lambda r: r["sampling"].update(beams=2), "unknown setting 'beams'"),
@@ -290,7 +295,7 @@ def test_malformed_records(
   ):
     assert tiny.run(*job) == 2
     out, err = capsys.readouterr()
-    assert f"{path}:2: request {records[1]['request']}: " in err
+    assert f"{path}:2: " in err
     assert message in err and err.count("\n") == 1 and out == ""
   assert (changed_run / "report.html").read_bytes() == before
 
@@ -315,6 +320,10 @@ def another_token(records):
   pick(records)["output_ids"][5] += 1
 
 
+def another_setting(records):
+  pick(records)["sampling"]["repetition_penalty"] = 1.5
+
+
 def faster(records):
   m = pick(records)["metrics"]
   for field in ("ttft_ms", "e2el_ms", "tpot_ms"):
@@ -323,7 +332,15 @@ def faster(records):
 
 @pytest.mark.parametrize(
   "change",
-  [emptied, one_gone, another_system, another_domain, another_token, faster],
+  [
+    emptied,
+    one_gone,
+    another_system,
+    another_domain,
+    another_token,
+    another_setting,
+    faster,
+  ],
 )
 def test_reports_need_the_measured_requests(
   changed_run, records, change, capsys
@@ -333,7 +350,7 @@ def test_reports_need_the_measured_requests(
   before = (changed_run / "report.html").read_bytes()
   assert tiny.run("--job=report", f"--output_dir={changed_run}") == 2
   out, err = capsys.readouterr()
-  assert f"{path}: " in err and "result.json" in err
+  assert err.startswith(f"error: {path}: ") and "result.json" in err
   assert err.count("\n") == 1 and out == ""
   assert (changed_run / "report.html").read_bytes() == before
 

@@ -361,9 +361,10 @@ def test_damaged_calibration(place, command, finished, capsys):
       path.write_bytes(content)
 
 
-def test_unwritable_calibration(command, tmp_path, monkeypatch, capsys):
+def test_unwritable_calibration(place, command, tmp_path, monkeypatch, capsys):
   data = tmp_path / "data"
   data.mkdir()
+  (data / "compiled").symlink_to(place / "data" / "compiled")
   (data / "calibration").symlink_to("/proc/nowhere/at/all")
   monkeypatch.setenv("SPECPILOT_DATA", str(data))
   folder = tmp_path / "never"
