@@ -11,10 +11,9 @@ import sys
 
 from absl import flags
 
-from specpilot_jax import cli, loading
+from specpilot_jax import cli, loading, sampling_flags
 from specpilot_jax.configs import DTYPES
 from specpilot_jax.decoding.engine import Engine
-from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
@@ -33,23 +32,7 @@ _PROMPT_IDS = flags.DEFINE_string(
 _CHAT = flags.DEFINE_boolean(
   "chat", False, "Wrap the prompt in the model's chat template."
 )
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Output tokens at most.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus probability.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k best; 0 keeps all.")
-_MIN_P = flags.DEFINE_float("min_p", 0.0, "Floor relative to the best token.")
-_PRESENCE = flags.DEFINE_float("presence_penalty", 0.0, "Once per token.")
-_FREQUENCY = flags.DEFINE_float("frequency_penalty", 0.0, "Per occurrence.")
-_REPETITION = flags.DEFINE_float("repetition_penalty", 1.0, "1 is off.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the request's noise.")
-_STOP = flags.DEFINE_multi_string(
-  "stop",
-  [],
-  "Stop string in the text, which holds no special tokens; repeatable.",
-)
-_IGNORE_EOS = flags.DEFINE_boolean(
-  "ignore_eos", False, "Do not end at end-of-sequence ids nor on loops."
-)
+_SAMPLING = sampling_flags.define_sampling_flags()
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "bfloat16 on an accelerator, float32 on a CPU."
 )
@@ -81,19 +64,7 @@ def _prompt_ids(tokenizer) -> list[int]:
 
 
 def main() -> None:
-  sampling = SamplingParams(
-    temperature=_TEMPERATURE.value,
-    top_k=_TOP_K.value,
-    top_p=_TOP_P.value,
-    min_p=_MIN_P.value,
-    presence_penalty=_PRESENCE.value,
-    frequency_penalty=_FREQUENCY.value,
-    repetition_penalty=_REPETITION.value,
-    seed=_SEED.value,
-    max_tokens=_MAX_TOKENS.value,
-    stop=tuple(_STOP.value),
-    ignore_eos=_IGNORE_EOS.value,
-  )
+  sampling = _SAMPLING()
   system = registry.parse_options(_SET.value)
   drafter = loading.make_drafter(_DRAFTER.value)
   loading.prepare_jax(_DTYPE.value)

@@ -1,6 +1,7 @@
 """A request that breaks off leaves an engine that decodes the next one."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,8 @@ def target():
   return kit.build(kit.hybrid(), "float32")
 
 
-def fresh(target, **settings) -> Engine:
-  settings = {"drafter": PromptLookup(3, min_ngram=1)} | settings
+def fresh(target, **settings: Any) -> Engine:
+  settings.setdefault("drafter", PromptLookup(3, min_ngram=1))
   return Engine(target, max_seq_len=64, prefill_chunk=8, **settings)
 
 
