@@ -21,9 +21,14 @@ from specpilot_jax import configs
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.prompt_lookup import (
+  PromptLookup,
+  PromptLookupContext,
+)
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
+from tests.notes import FULL
 
 MODES = (
   "oracle",
@@ -34,16 +39,20 @@ MODES = (
   "tail_wrong",
   "none",
 )
+SCALE = 1.3
 STATE_TOLERANCE = 1e-10
 """Float64; summation orders differ, and nothing else may."""
 
 
 @contextlib.contextmanager
 def quick_compilation():
-  """Compiles without optimisation: most of a test's time is compilation."""
+  """Compiles without optimisation: most of a test's time is compilation.
+
+  The full form of the tests compiles as users do.
+  """
   name = "jax_disable_most_optimizations"
   before = jax.config.read(name)
-  jax.config.update(name, True)
+  jax.config.update(name, before or not FULL)
   try:
     yield
   finally:
@@ -89,7 +98,7 @@ def hybrid(vocab_size=61, **overrides) -> configs.ModelConfig:
 
 
 @functools.cache
-def build(config, dtype: str, seed: int = 3, scale: float = 1.3):
+def build(config, dtype: str, seed: int = 3, scale: float = SCALE):
   """A target with random weights, large enough that its outputs vary.
 
   With the default seed no output of the full form falls into a loop.
@@ -253,13 +262,29 @@ class ScriptedEngine(Engine):
     return carry
 
 
+class SilentPromptLookup(PromptLookup):
+  """Takes in all that is committed, and offers nothing."""
+
+  name = "silent_prompt_lookup"
+
+  def draft(self, params, context, anchor, position):
+    lattice = super().draft(params, context, anchor, position)
+    return dataclasses.replace(lattice, count=jnp.zeros_like(lattice.count))
+
+
 @functools.cache
 def autoregressive(
-  config, dtype: str, max_seq_len: int = 256, prefill_chunk: int = 8
+  config,
+  dtype: str,
+  max_seq_len: int = 256,
+  prefill_chunk: int = 8,
+  scale: float = SCALE,
 ) -> Engine:
   """The referee: the one-token executable."""
   return Engine(
-    build(config, dtype), max_seq_len=max_seq_len, prefill_chunk=prefill_chunk
+    build(config, dtype, scale=scale),
+    max_seq_len=max_seq_len,
+    prefill_chunk=prefill_chunk,
   )
 
 
@@ -273,14 +298,29 @@ def speculative(
   prefill_chunk: int = 8,
   acceptance: str = "match",
   variable_length: bool = False,
+  scale: float = SCALE,
 ) -> ScriptedEngine:
   """An engine with a scripted drafter; its `load` sets the script."""
   return ScriptedEngine(
-    build(config, dtype),
+    build(config, dtype, scale=scale),
     drafter=ScriptedDrafter(num_slots, config, variable_length=variable_length),
     system=SystemConfig(acceptance=acceptance),
     max_seq_len=max_seq_len,
     prefill_chunk=prefill_chunk,
+  )
+
+
+@functools.cache
+def prompt_lookup(
+  config, dtype: str, num_slots: int = 5, *, silent: bool = False
+) -> Engine:
+  """An engine with prompt lookup; with `silent` its referee."""
+  kind = SilentPromptLookup if silent else PromptLookup
+  return Engine(
+    build(config, dtype),
+    drafter=kind(num_slots, min_ngram=1),
+    max_seq_len=256,
+    prefill_chunk=8,
   )
 
 
@@ -309,7 +349,7 @@ Snapshot = dict[str, np.ndarray]
 
 def snapshot(carry) -> Snapshot:
   """Position, anchor, budget, penalty counts, keys and values up to the
-  length, GDN states, conv windows, and a scripted drafter's context.
+  length, GDN states, conv windows, and the drafter's context.
   """
   length = int(carry.target.length)
   parts = {
@@ -327,25 +367,38 @@ def snapshot(carry) -> Snapshot:
   if carry.history is not None:
     parts["history.output"] = carry.history.output
     parts["history.prompt"] = carry.history.prompt.astype(jnp.int32)
-  if isinstance(carry.drafter, ScriptContext):
-    parts["drafter.length"] = carry.drafter.length
-    parts["drafter.tokens"] = carry.drafter.seen[:length]
-    parts["drafter.taps"] = carry.drafter.features[:length]
+  context = carry.drafter
+  if isinstance(context, ScriptContext):
+    parts["drafter.length"] = context.length
+    parts["drafter.tokens"] = context.seen[:length]
+    parts["drafter.taps"] = context.features[:length]
+  elif isinstance(context, PromptLookupContext):
+    parts["drafter.tokens"] = context.tokens[:length]
+  else:
+    assert not jax.tree.leaves(context), f"unknown {type(context)}"
   # Copies: on a CPU the host array would share the device's buffer, which the
   # next step writes over.
   return {name: np.array(part) for name, part in parts.items()}
 
 
-def differences(a: Snapshot, b: Snapshot) -> dict[str, float]:
-  """Largest absolute difference per part; infinite where shapes differ.
+def differences(
+  a: Snapshot, b: Snapshot, *, drafter: bool = True
+) -> dict[str, float]:
+  """Largest absolute difference per part.
 
-  Parts that only one side has are left out: an engine without a drafter has
-  no drafter context.
+  Infinite where shapes differ, and for a part that only one side has.
+
+  Args:
+    a, b: what to compare.
+    drafter: whether the drafter's context is compared; an engine without a
+      drafter has none.
   """
   result = {}
-  for name in a.keys() & b.keys():
-    x, y = a[name], b[name]
-    if x.shape != y.shape:
+  for name in a.keys() | b.keys():
+    if name.startswith("drafter.") and not drafter:
+      continue
+    x, y = a.get(name), b.get(name)
+    if x is None or y is None or x.shape != y.shape:
       result[name] = float("inf")
     else:
       difference = np.abs(x.astype(np.float64) - y).max(initial=0.0)
@@ -355,12 +408,16 @@ def differences(a: Snapshot, b: Snapshot) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  """A referee's run: tokens, and the state after each of them."""
+  """A referee's run: tokens, and the state after each of them.
+
+  `drafter` says whether the states have a drafter's context.
+  """
 
   prompt: list[int]
   sampling: SamplingParams
   tokens: tuple[int, ...]
   states: list[Snapshot]
+  drafter: bool
 
   @property
   def sequence(self) -> list[int]:
@@ -381,7 +438,9 @@ def referee(engine: Engine, prompt, sampling, reference=None) -> Reference:
     assert len(result.tokens) == 1
     tokens += result.tokens
     states.append(snapshot(carry))
-  return Reference(list(prompt), sampling, tuple(tokens), states)
+  return Reference(
+    list(prompt), sampling, tuple(tokens), states, engine.drafter is not None
+  )
 
 
 class Mismatch(AssertionError):
@@ -442,7 +501,9 @@ def compare(
       raise Mismatch("tokens", f"{step}: nothing was emitted")
     now = snapshot(carry)
     for other in (reference, *more):
-      found = differences(now, other.states[len(tokens) - 1])
+      found = differences(
+        now, other.states[len(tokens) - 1], drafter=other.drafter
+      )
       name = max(found, key=lambda n: (found[n], n))
       if found[name] > STATE_TOLERANCE:
         raise Mismatch(

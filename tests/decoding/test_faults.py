@@ -195,6 +195,20 @@ def drafter_gets_its_own_drafts_features():
   return mock.patch.object(step_lib.StepFns, "_extend", extend)
 
 
+def drafter_misses_the_last_token():
+  def extend(self, params, carry, tokens, taps, start, count):
+    return _extend(self, params, carry, tokens, taps, start, count - 1)
+
+  return mock.patch.object(step_lib.StepFns, "_extend", extend)
+
+
+def drafter_is_one_position_behind():
+  def extend(self, params, carry, tokens, taps, start, count):
+    return _extend(self, params, carry, tokens, taps, start - 1, count)
+
+  return mock.patch.object(step_lib.StepFns, "_extend", extend)
+
+
 def noise_keyed_by_step():
   def choose(logits, sampling, features, positions):
     same = jnp.broadcast_to(positions[0], positions.shape)
@@ -230,6 +244,8 @@ FAULTS = (
   (stop_seen_only_at_the_end_of_a_run, STOPPED, "oracle", {"tokens"}),
   (drafter_context_not_cut, GREEDY, "mixed", {"drafter.length"}),
   (drafter_gets_its_own_drafts_features, GREEDY, "mixed", {"drafter.taps"}),
+  (drafter_misses_the_last_token, GREEDY, "lookup", {"drafter.tokens"}),
+  (drafter_is_one_position_behind, GREEDY, "lookup", {"drafter.tokens"}),
   (noise_keyed_by_step, SAMPLED, "oracle", {"tokens"}),
   (penalties_forget_the_path, PENALIZED, "oracle", {"tokens"}),
 )
@@ -237,7 +253,7 @@ FAULTS = (
 
 class FaultsTest(kit.Float64TestCase):
   def run_with(self, fault, sampling, mode):
-    clean = kit.speculative(CONFIG, "float64", K)
+    """A request with the fault in it; `lookup` is prompt lookup's."""
     one_token = kit.autoregressive(CONFIG, "float64")
     prompt = kit.prompts(6, CONFIG.vocab_size)[5]
     plain = kit.referee(one_token, prompt, sampling)
@@ -251,20 +267,27 @@ class FaultsTest(kit.Float64TestCase):
         sampling, stop_token_ids=(plain.tokens[at],)
       )
       plain = kit.referee(one_token, prompt, sampling)
-    drafter = kit.referee(clean, prompt, sampling, plain.sequence)
-    # The clean engine's prefill, and a step with the fault in it.
+    if mode == "lookup":
+      clean = kit.prompt_lookup(CONFIG, "float64", K)
+      referee = kit.prompt_lookup(CONFIG, "float64", K, silent=True)
+      drafter = kit.referee(referee, prompt, sampling)
+    else:
+      referee = clean = kit.speculative(CONFIG, "float64", K)
+      drafter = kit.referee(clean, prompt, sampling, plain.sequence)
+    # The referee's prefill, and a step with the fault in it.
     engine = kit.sibling(clean)
     features = sampling_lib.Features.of(sampling)
     fns = dataclasses.replace(engine._base, features=features)
     step = jax.jit(lambda *args: fns.step(*args))
     engine._fns_by_features = {
-      features: dataclasses.replace(clean._compiled(features), step=step)
+      features: dataclasses.replace(referee._compiled(features), step=step)
     }
-    engine.load(mode, plain.sequence)
+    if isinstance(engine, kit.ScriptedEngine):
+      engine.load(mode, plain.sequence)
     with fault():
       return kit.compare(engine, plain, drafter)
 
-  @parameterized.parameters("oracle", "mixed", "tail_wrong")
+  @parameterized.parameters("oracle", "mixed", "tail_wrong", "lookup")
   def test_control(self, mode):
     """The same machinery without a fault finds nothing."""
     done = self.run_with(nothing, GREEDY, mode)

@@ -6,8 +6,6 @@ import numpy as np
 from absl.testing import parameterized
 
 from specpilot_jax.configs import ATTENTION, GDN
-from specpilot_jax.decoding.engine import Engine
-from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.decoding import kit
 from tests.notes import FULL, note
@@ -58,6 +56,9 @@ class LosslessTest(kit.Float64TestCase):
       for i, (plain, drafter) in enumerate(pairs):
         scripted.load(mode, plain.sequence, seed=i)
         done = kit.compare(scripted, plain, drafter)
+        self.assertContainsSubset(
+          ("drafter.length", "drafter.tokens", "drafter.taps"), done.worst
+        )
         accepted += sum(done.accepted)
         drafted += sum(done.drafted)
         steps += len(done.emitted)
@@ -102,20 +103,18 @@ class LosslessTest(kit.Float64TestCase):
 
   @parameterized.named_parameters(("greedy", GREEDY), ("sampled", SAMPLED))
   def test_prompt_lookup(self, sampling):
-    engine = Engine(
-      kit.build(BASE, "float64"),
-      drafter=PromptLookup(5, min_ngram=1),
-      max_seq_len=256,
-      prefill_chunk=8,
-    )
+    engine = kit.prompt_lookup(BASE, "float64")
+    # Of the drafter's context: the same executable, but no drafts.
+    silent = kit.prompt_lookup(BASE, "float64", silent=True)
     accepted, drafted, steps, tokens, worst = 0, 0, 0, 0, 0.0
     for i, prompt in enumerate(kit.prompts(PROMPTS, BASE.vocab_size)):
+      seeded = dataclasses.replace(sampling, seed=100 + i)
       reference = kit.referee(
-        kit.autoregressive(BASE, "float64"),
-        prompt,
-        dataclasses.replace(sampling, seed=100 + i),
+        kit.autoregressive(BASE, "float64"), prompt, seeded
       )
-      done = kit.compare(engine, reference)
+      drafter = kit.referee(silent, prompt, seeded)
+      done = kit.compare(engine, reference, drafter)
+      self.assertIn("drafter.tokens", done.worst)
       accepted += sum(done.accepted)
       drafted += sum(done.drafted)
       steps += len(done.emitted)
