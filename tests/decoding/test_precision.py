@@ -106,7 +106,8 @@ class PrecisionTest(parameterized.TestCase):
     )
     self.assertEqual(verdict["verdict"], token_forcing.PASS, verdict["reason"])
     self.assertEqual(verdict["tokens"], len(MODES) * PROMPTS * TOKENS)
-    self.assertGreater(accepted, verdict["tokens"] // 4)
+    # Behind a divergence the script is that of another text.
+    self.assertGreater(accepted, verdict["tokens"] // 8)
     self.assertEqual(judge(own)["verdict"], token_forcing.PASS)
 
     # Tokens of another state, or of another seed's noise, do not pass.
