@@ -32,15 +32,14 @@ def matmul(
     x: activations; their dtype is the dtype of the result unless `out_dtype`.
     weight: [out, in], as checkpoints store it.
   """
-  acc = accumulation_dtype(x.dtype)
-  y = jnp.einsum(
+  # A bfloat16 result is still accumulated in float32, and rounded once.
+  return jnp.einsum(
     "ni,oi->no",
     x,
     weight,
     precision=exact(x.dtype),
-    preferred_element_type=acc,
+    preferred_element_type=x.dtype if out_dtype is None else out_dtype,
   )
-  return y.astype(x.dtype if out_dtype is None else out_dtype)
 
 
 class Linear(nnx.Module):
