@@ -67,9 +67,9 @@ def run(settings: Settings) -> int:
   clock = _Clock(settings.max_wall_s)
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
-  drafter = loading.make_drafter(settings.drafter)
   loading.prepare_jax(settings.dtype)
   model = loading.load_target(settings.target, settings.dtype)
+  drafter = loading.make_drafter(settings.drafter, model.target)
   requests = _load_prompts(settings, model)
   longest = max(len(p.token_ids or ()) for p in requests)
   room = _sequence_room(model, longest, settings.sampling.max_tokens)

@@ -18,11 +18,14 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
 _MODEL = flags.DEFINE_string(
-  "model", None, "smollm2, a Hugging Face folder, a .gguf file or an Orbax"
-  " folder.", required=True,
+  "model", "zoo", "zoo, smollm2, a Hugging Face folder, a .gguf file or an"
+  " Orbax folder.",
 )  # fmt: skip
 _DRAFTER = flags.DEFINE_string(
-  "drafter", "prompt_lookup", f"One of {', '.join(loading.DRAFTERS)}."
+  "drafter",
+  None,
+  f"One of {', '.join(loading.DRAFTERS)}, or a folder. By"
+  " default the model's own, else prompt_lookup.",
 )
 _PROMPT = flags.DEFINE_string("prompt", None, "Prompt text.")
 _PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 prompt file.")
@@ -66,9 +69,11 @@ def _prompt_ids(tokenizer) -> list[int]:
 def main() -> None:
   sampling = _SAMPLING()
   system = registry.parse_options(_SET.value)
-  drafter = loading.make_drafter(_DRAFTER.value)
   loading.prepare_jax(_DTYPE.value)
   model = loading.load_target(_MODEL.value, _DTYPE.value)
+  drafter = loading.make_drafter(
+    _DRAFTER.value or loading.default_drafter(model.config), model.target
+  )
   prompt_ids = _prompt_ids(model.tokenizer)
   engine = Engine(
     model.target,

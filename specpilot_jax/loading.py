@@ -2,20 +2,24 @@
 
 import dataclasses
 import os
+import pathlib
 
 import jax
 
 from specpilot_jax import compilation, paths
-from specpilot_jax.checkpoints import Checkpoint, load_checkpoint
+from specpilot_jax.checkpoints import ZOO, Checkpoint, load_checkpoint
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import target as target_lib
 from specpilot_jax.tokenizer import Tokenizer
+from specpilot_jax.zoo import store
 
-DRAFTERS = ("none", "prompt_lookup")
-"""Drafters that every target can use."""
+DRAFTERS = ("none", "prompt_lookup", "dflash")
+"""Drafters by name; `dflash` is the one that was trained for the model."""
+
+_OWN_DRAFTERS = {ZOO: store.DFLASH}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +97,49 @@ def load_target(
   )
 
 
-def make_drafter(name: str) -> Drafter | None:
-  """A drafter by name; None for `none`, which is autoregressive decoding."""
+def default_drafter(config: ModelConfig) -> str:
+  """`dflash` where the model has its own, else `prompt_lookup`."""
+  return "dflash" if config.name in _OWN_DRAFTERS else "prompt_lookup"
+
+
+def make_drafter(
+  name: str | os.PathLike[str], target: target_lib.Target | None = None
+) -> Drafter | None:
+  """A drafter for a target; None for `none`, autoregressive decoding.
+
+  Args:
+    name: one of `DRAFTERS`, or a folder with a released DFlash drafter.
+    target: that it drafts for; `none` and `prompt_lookup` need none.
+
+  Raises:
+    SpecPilotError: an unknown name, a model without a drafter of its own, a
+      folder that does not load, a drafter of another target.
+  """
   if name == "none":
     return None
   if name == "prompt_lookup":
     return PromptLookup()
-  raise SpecPilotError(
-    f"unknown drafter {name!r}; drafters: {', '.join(DRAFTERS)}"
-  )
+  if target is None:
+    raise SpecPilotError(f"drafter {str(name)!r} needs its target")
+  folder = pathlib.Path(name)
+  if name == "dflash":
+    if target.config.name not in _OWN_DRAFTERS:
+      raise SpecPilotError(
+        f"{target.config.name} has no dflash drafter of its own; give the"
+        " folder of one"
+      )
+    folder = _OWN_DRAFTERS[target.config.name]
+  elif not folder.is_dir():
+    raise SpecPilotError(
+      f"drafter {str(name)!r} is neither a known name"
+      f" ({', '.join(DRAFTERS)}) nor a folder"
+    )
+  # Imported on use: most deployments have no learned drafter.
+  from specpilot_jax.checkpoints import drafter as drafter_lib
+  from specpilot_jax.models.drafters.dflash import DFlashDrafter
+
+  model = drafter_lib.load(folder, str(target.dtype))
+  return DFlashDrafter(model, target)
 
 
 def sequence_room(config: ModelConfig, prompt: int, output: int) -> int:

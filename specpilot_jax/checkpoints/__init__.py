@@ -8,6 +8,9 @@ from specpilot_jax.errors import SpecPilotError
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
+ZOO = "zoo"
+"""Name of the model that ships with the package."""
+
 # Models that are fetched by name: asset -> the preset that describes it.
 _ASSETS = {"smollm2": "SmolLM2-135M"}
 
@@ -16,7 +19,7 @@ def load_checkpoint(name_or_path: str | os.PathLike[str]) -> Checkpoint:
   """Loads a model by name or path.
 
   Args:
-    name_or_path: `smollm2`, a Hugging Face folder, a `.gguf` file, or a
+    name_or_path: `zoo`, `smollm2`, a Hugging Face folder, a `.gguf` file, or a
       folder written by `checkpoints.orbax.save`.
 
   Raises:
@@ -24,6 +27,15 @@ def load_checkpoint(name_or_path: str | os.PathLike[str]) -> Checkpoint:
       which, and what was expected.
   """
   # The readers are imported on use: Orbax alone takes a second.
+  if str(name_or_path) == ZOO:
+    import dataclasses
+
+    from specpilot_jax.checkpoints import hf
+    from specpilot_jax.zoo import store
+
+    zoo = hf.load(store.TARGET)
+    config = dataclasses.replace(zoo.config, name=ZOO)
+    return dataclasses.replace(zoo, config=config, source=ZOO)
   if str(name_or_path) in _ASSETS:
     from specpilot_jax import paths
     from specpilot_jax.checkpoints import gguf
@@ -52,5 +64,5 @@ def load_checkpoint(name_or_path: str | os.PathLike[str]) -> Checkpoint:
     )
   raise SpecPilotError(
     f"model {str(name_or_path)!r} is neither a known name"
-    f" ({', '.join(_ASSETS)}) nor an existing path"
+    f" ({', '.join((ZOO, *_ASSETS))}) nor an existing path"
   )

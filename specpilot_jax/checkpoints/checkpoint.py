@@ -165,8 +165,9 @@ def new_folder(target: str | os.PathLike[str]) -> Generator[pathlib.Path]:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def check_free(target: pathlib.Path) -> None:
+def check_free(target: str | os.PathLike[str]) -> None:
   """Refuses a target path that holds anything."""
+  target = pathlib.Path(target)
   try:
     taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
   except OSError as error:

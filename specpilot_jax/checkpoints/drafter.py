@@ -1,0 +1,134 @@
+"""Learned drafters in the released safetensors layout."""
+
+import json
+import os
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+
+from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters.dflash import DFlash
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+def layout(config: DrafterConfig) -> dict[str, list[tuple[str, tuple]]]:
+  """Parameter -> the released tensors that are its rows, with shapes."""
+  d, f = config.hidden_size, config.intermediate_size
+  q = config.num_heads * config.head_dim
+  kv = config.num_kv_heads * config.head_dim
+  table: dict[str, list[tuple[str, tuple]]] = {
+    "fc.weight": [("fc.weight", (d, len(config.target_layers) * d))],
+    "hidden_norm.weight": [("hidden_norm.weight", (d,))],
+    "norm.weight": [("norm.weight", (d,))],
+  }
+  for i in range(config.num_layers):
+    layer, attention = f"layers.{i}", f"layers.{i}.self_attn"
+    table |= {
+      f"{layer}.input_norm.weight": [(f"{layer}.input_layernorm.weight", (d,))],
+      f"{layer}.post_norm.weight": [
+        (f"{layer}.post_attention_layernorm.weight", (d,))
+      ],
+      f"{layer}.attention.q_proj.weight": [
+        (f"{attention}.q_proj.weight", (q, d))
+      ],
+      f"{layer}.attention.kv_proj.weight": [
+        (f"{attention}.k_proj.weight", (kv, d)),
+        (f"{attention}.v_proj.weight", (kv, d)),
+      ],
+      f"{layer}.attention.o_proj.weight": [
+        (f"{attention}.o_proj.weight", (d, q))
+      ],
+      f"{layer}.attention.q_norm.weight": [
+        (f"{attention}.q_norm.weight", (config.head_dim,))
+      ],
+      f"{layer}.attention.k_norm.weight": [
+        (f"{attention}.k_norm.weight", (config.head_dim,))
+      ],
+      f"{layer}.mlp.gate_up.weight": [
+        (f"{layer}.mlp.gate_proj.weight", (f, d)),
+        (f"{layer}.mlp.up_proj.weight", (f, d)),
+      ],
+      f"{layer}.mlp.down.weight": [(f"{layer}.mlp.down_proj.weight", (d, f))],
+    }
+  return table
+
+
+def _flat(model: DFlash):
+  graphdef, state = nnx.split(model)
+  return graphdef, nnx.to_flat_state(state)
+
+
+def save(folder: str | os.PathLike[str], model: DFlash) -> None:
+  """Writes config.json and model.safetensors (bfloat16).
+
+  Raises:
+    SpecPilotError: the folder exists and is not empty, or cannot be written.
+  """
+  _, flat = _flat(model)
+  values = {".".join(map(str, path)): leaf[...] for path, leaf in flat}
+  tensors = {}
+  for name, parts in layout(model.config).items():
+    rows = np.asarray(values[name].astype(jnp.bfloat16))
+    start = 0
+    for tensor, shape in parts:
+      tensors[tensor] = np.ascontiguousarray(rows[start : start + shape[0]])
+      start += shape[0]
+  with common.new_folder(folder) as staging:
+    safetensors.numpy.save_file(
+      tensors, staging / WEIGHTS, metadata={"format": "pt"}
+    )
+    text = json.dumps(model.config.to_hf(), indent=2) + "\n"
+    (staging / CONFIG).write_text(text)
+
+
+def load(folder: str | os.PathLike[str], dtype: str) -> DFlash:
+  """Loads a DFlash drafter.
+
+  Args:
+    folder: with config.json and model.safetensors.
+    dtype: `bfloat16`, `float32` or `float64`.
+
+  Raises:
+    SpecPilotError: a file, field or tensor that is missing, unknown, damaged,
+      of the wrong shape or dtype, or not finite.
+  """
+  folder = pathlib.Path(folder)
+  config = DrafterConfig.from_hf(common.read_json(folder / CONFIG), folder.name)
+  path = folder / WEIGHTS
+  if not path.is_file():
+    raise SpecPilotError(f"{folder}: {WEIGHTS} is missing")
+  try:
+    tensors = safetensors.numpy.load_file(path)
+  except (safetensors.SafetensorError, OSError) as error:
+    raise SpecPilotError(
+      f"{path}: damaged ({common.first_line(error)})"
+    ) from None
+  table = layout(config)
+  known = {tensor for parts in table.values() for tensor, _ in parts}
+  for tensor in sorted(set(tensors) - known):
+    raise SpecPilotError(f"{path}: unknown tensor {tensor!r}")
+  for tensor in sorted(known - set(tensors)):
+    raise SpecPilotError(f"{path}: tensor {tensor!r} is missing")
+  abstract = nnx.eval_shape(lambda: DFlash(config, dtype, nnx.Rngs(0)))
+  graphdef, flat = _flat(abstract)
+  leaves = []
+  for name_path, leaf in flat:
+    rows = []
+    for tensor, shape in table[".".join(map(str, name_path))]:
+      if tensors[tensor].dtype == np.float16:
+        raise SpecPilotError(
+          f"{path}: float16 drafters overflow; convert it to bfloat16"
+        )
+      common.check_weight(tensors[tensor], str(path), tensor, shape)
+      rows.append(tensors[tensor])
+    value = jnp.asarray(np.concatenate(rows)).astype(leaf.dtype)
+    leaves.append((name_path, leaf.replace(value)))
+  return nnx.merge(graphdef, nnx.from_flat_state(leaves))

@@ -1,0 +1,1 @@
+"""Learned drafters: Flax modules, and what makes them drafters of an engine."""

@@ -1,0 +1,186 @@
+"""Shapes of learned drafters, and their `config.json`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from specpilot_jax.configs import ModelConfig
+from specpilot_jax.errors import SpecPilotError
+
+DFLASH = "DFlashDraftModel"
+
+# Fields that say nothing about the function that a drafter computes.
+_INERT = frozenset({
+  "_name_or_path", "architectures", "attention_dropout", "auto_map", "dtype",
+  "initializer_range", "layer_types", "max_window_layers", "model_type",
+  "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
+  "bos_token_id", "eos_token_id", "tie_word_embeddings",
+})  # fmt: skip
+_FIXED = {
+  "attention_bias": (False,),
+  "hidden_act": ("silu",),
+  "is_causal": (False,),
+  "rope_scaling": (None,),
+}
+_READ = frozenset({
+  "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+  "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+  "rope_theta", "rope_parameters", "max_position_embeddings", "block_size",
+  "num_target_layers", "dflash_config", "use_sliding_window",
+  "sliding_window",
+})  # fmt: skip
+_DFLASH_READ = frozenset({"target_layer_ids", "mask_token_id", "block_size"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+  """Shape of a block-diffusion drafter.
+
+  Attributes:
+    name: for reports.
+    vocab_size, hidden_size: of its target, whose embedding and lm_head it
+      uses.
+    intermediate_size, num_layers, num_heads, num_kv_heads, head_dim,
+    rope_theta, norm_eps: of its Qwen3-style layers.
+    block_size: slots of a block, the anchor's included.
+    mask_token_id: input token of the other slots.
+    target_layers: taps; the residual stream after these target layers.
+    num_target_layers: layers of the target that it was trained for.
+    sliding_window: context tokens that it sees at most; None for all.
+  """
+
+  name: str
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rope_theta: float
+  norm_eps: float
+  block_size: int
+  mask_token_id: int
+  target_layers: tuple[int, ...]
+  num_target_layers: int
+  sliding_window: int | None = None
+
+  def __post_init__(self):
+    def check(good, what):
+      if not good:
+        raise SpecPilotError(f"{self.name}: {what}")
+
+    check(self.block_size >= 2, f"block_size {self.block_size} is below 2")
+    check(
+      self.num_heads % self.num_kv_heads == 0,
+      f"num_heads {self.num_heads} is not a multiple of num_kv_heads"
+      f" {self.num_kv_heads}",
+    )
+    check(
+      0 <= self.mask_token_id < self.vocab_size,
+      f"mask token {self.mask_token_id} is outside the vocabulary of"
+      f" {self.vocab_size}",
+    )
+    check(len(self.target_layers) > 0, "target_layer_ids is empty")
+    for tap in self.target_layers:
+      check(
+        0 <= tap < self.num_target_layers,
+        f"target layer {tap} is not one of {self.num_target_layers}",
+      )
+
+  def check_target(self, target: ModelConfig) -> None:
+    """Raises where the drafter was made for another target."""
+    for field, own, other in (
+      ("vocab_size", self.vocab_size, target.vocab_size),
+      ("hidden_size", self.hidden_size, target.hidden_size),
+      ("number of layers", self.num_target_layers, target.num_layers),
+    ):
+      if own != other:
+        raise SpecPilotError(
+          f"drafter {self.name} is for a target whose {field} is {own},"
+          f" {target.name} has {other}"
+        )
+
+  @classmethod
+  def from_hf(cls, config: Mapping[str, Any], name: str) -> "DrafterConfig":
+    """Reads a released DFlash `config.json`; unknown fields are refused."""
+    dflash = dict(config.get("dflash_config") or {})
+    for known, fields, prefix in (
+      (_READ | _INERT | _FIXED.keys(), config, ""),
+      (_DFLASH_READ, dflash, "dflash_config."),
+    ):
+      for field in sorted(set(fields) - set(known)):
+        raise SpecPilotError(f"{name}: unknown config field {prefix}{field}")
+    for field, allowed in _FIXED.items():
+      if field in config and config[field] not in allowed:
+        raise SpecPilotError(
+          f"{name}: {field}={config[field]!r} is not supported"
+        )
+    if str(config.get("dtype") or config.get("torch_dtype")) == "float16":
+      raise SpecPilotError(
+        f"{name}: float16 drafters overflow; convert it to bfloat16"
+      )
+
+    def need(field, source=config):
+      if source.get(field) is None:
+        raise SpecPilotError(f"{name}: config field {field!r} is missing")
+      return source[field]
+
+    rope = dict(config.get("rope_parameters") or {})
+    if rope.pop("rope_type", "default") != "default":
+      raise SpecPilotError(f"{name}: scaled RoPE is not supported")
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    if theta is None:
+      raise SpecPilotError(f"{name}: config field 'rope_theta' is missing")
+    if rope:
+      raise SpecPilotError(
+        f"{name}: unknown config field rope_parameters.{sorted(rope)[0]}"
+      )
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") is False:
+      window = None
+    return cls(
+      name=name,
+      vocab_size=need("vocab_size"),
+      hidden_size=need("hidden_size"),
+      intermediate_size=need("intermediate_size"),
+      num_layers=need("num_hidden_layers"),
+      num_heads=need("num_attention_heads"),
+      num_kv_heads=need("num_key_value_heads"),
+      head_dim=need("head_dim"),
+      rope_theta=float(theta),
+      norm_eps=float(need("rms_norm_eps")),
+      block_size=config.get("block_size") or need("block_size", dflash),
+      mask_token_id=need("mask_token_id", dflash),
+      target_layers=tuple(need("target_layer_ids", dflash)),
+      num_target_layers=need("num_target_layers"),
+      sliding_window=window,
+    )
+
+  def to_hf(self) -> dict[str, Any]:
+    """The released layout's `config.json`."""
+    return {
+      "architectures": [DFLASH],
+      "model_type": "qwen3",
+      "dtype": "bfloat16",
+      "vocab_size": self.vocab_size,
+      "hidden_size": self.hidden_size,
+      "intermediate_size": self.intermediate_size,
+      "num_hidden_layers": self.num_layers,
+      "num_attention_heads": self.num_heads,
+      "num_key_value_heads": self.num_kv_heads,
+      "head_dim": self.head_dim,
+      "rms_norm_eps": self.norm_eps,
+      "rope_theta": self.rope_theta,
+      "hidden_act": "silu",
+      "attention_bias": False,
+      "is_causal": False,
+      "use_sliding_window": self.sliding_window is not None,
+      "sliding_window": self.sliding_window,
+      "block_size": self.block_size,
+      "num_target_layers": self.num_target_layers,
+      "dflash_config": {
+        "target_layer_ids": list(self.target_layers),
+        "mask_token_id": self.mask_token_id,
+      },
+    }
