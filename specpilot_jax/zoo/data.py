@@ -1,0 +1,207 @@
+"""Training text: permissively licensed Python sources of this machine.
+
+The corpus is the standard library and the installed distributions whose
+metadata declares a permissive licence. Files are de-duplicated by content,
+split by file into training and held-out text, and checked for overlap with the
+prompt sets that results are reported on.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import importlib.metadata
+import multiprocessing
+import pathlib
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+MIN_BYTES, MAX_BYTES = 400, 200_000
+MAX_LINE = 1000
+HELD_OUT_PER_MILLE = 10
+OVERLAP_WORDS = 10
+
+_PERMISSIVE = re.compile(
+  r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|Python-2\.0|ISC|Zlib"
+  r"|HPND|Unlicense|0BSD)\b|2-Clause|3-Clause",
+  re.IGNORECASE,
+)
+_RESTRICTED = re.compile(
+  r"GPL|Proprietary|NVIDIA|Commercial|MPL", re.IGNORECASE
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """One source file."""
+
+  source: str  # distribution or "stdlib", then the path inside it
+  licence: str
+  text: str
+
+  @property
+  def digest(self) -> str:
+    return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def _licence(metadata) -> str | None:
+  """The declared licence where it is permissive, else None."""
+  declared = [metadata.get("License-Expression") or ""]
+  declared += [
+    c.rpartition("::")[2].strip()
+    for c in metadata.get_all("Classifier") or ()
+    if c.startswith("License ::")
+  ]
+  if not any(declared):
+    # The free-text field may hold a whole licence: its first line names it.
+    declared = [(metadata.get("License") or "").strip().split("\n")[0][:80]]
+  text = "; ".join(d for d in declared if d)
+  if _RESTRICTED.search(text) or not _PERMISSIVE.search(text):
+    return None
+  return text
+
+
+def _readable(path: pathlib.Path) -> str | None:
+  try:
+    if not MIN_BYTES <= path.stat().st_size <= MAX_BYTES:
+      return None
+    text = path.read_text(encoding="utf-8")
+  except (OSError, UnicodeDecodeError):
+    return None
+  if max(map(len, text.splitlines()), default=0) > MAX_LINE:
+    return None  # tables and generated code
+  return text
+
+
+def _stdlib() -> Iterator[Document]:
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  for path in sorted(root.rglob("*.py")):
+    inside = path.relative_to(root)
+    if {"site-packages", "dist-packages", "__pycache__"} & set(inside.parts):
+      continue
+    if (text := _readable(path)) is not None:
+      yield Document(f"stdlib/{inside}", "PSF-2.0", text)
+
+
+def _distributions() -> Iterator[Document]:
+  named = {}
+  for dist in importlib.metadata.distributions():
+    named.setdefault((dist.metadata["Name"] or "").lower(), dist)
+  for name in sorted(named):
+    dist = named[name]
+    licence = _licence(dist.metadata)
+    if licence is None:
+      continue
+    for file in sorted(dist.files or (), key=str):
+      if file.suffix != ".py" or ".." in file.parts:
+        continue
+      text = _readable(pathlib.Path(str(dist.locate_file(file))))
+      if text is not None:
+        yield Document(f"{name}/{file}", licence, text)
+
+
+def corpus() -> list[Document]:
+  """All documents, each content once, in the order of their digests."""
+  unique: dict[str, Document] = {}
+  for document in (*_stdlib(), *_distributions()):
+    unique.setdefault(document.digest, document)
+  return [unique[digest] for digest in sorted(unique)]
+
+
+def is_held_out(document: Document) -> bool:
+  """A split by file that never changes: one file in a hundred."""
+  return int(document.digest[:8], 16) % 1000 < HELD_OUT_PER_MILLE
+
+
+def ngrams(text: str, words: int = OVERLAP_WORDS) -> set[tuple[str, ...]]:
+  """Runs of words with letters in them (bare number tables match by chance)."""
+  tokens = re.findall(r"\w+", text.lower())
+  return {
+    run
+    for run in zip(*(tokens[i:] for i in range(words)), strict=False)
+    if sum(any(c.isalpha() for c in word) for word in run) >= words // 2
+  }
+
+
+_forbidden: frozenset[tuple[str, ...]] = frozenset()
+
+
+def _set_forbidden(forbidden: frozenset[tuple[str, ...]]) -> None:
+  global _forbidden
+  _forbidden = forbidden
+
+
+def _overlaps(text: str) -> bool:
+  return not _forbidden.isdisjoint(ngrams(text))
+
+
+def without_overlap(
+  documents: Sequence[Document], tests: Sequence[str]
+) -> tuple[list[Document], list[str]]:
+  """Drops documents that share a run of words with a test text.
+
+  Returns:
+    The documents kept, and the sources of those dropped.
+  """
+  forbidden: set[tuple[str, ...]] = set()
+  for text in tests:
+    forbidden |= ngrams(text)
+  if not forbidden:
+    return list(documents), []
+  with concurrent.futures.ProcessPoolExecutor(
+    # JAX has threads: a fork could deadlock.
+    mp_context=multiprocessing.get_context("spawn"),
+    initializer=_set_forbidden,
+    initargs=(frozenset(forbidden),),
+  ) as pool:
+    found = list(pool.map(_overlaps, (d.text for d in documents), chunksize=64))
+  kept = [d for d, bad in zip(documents, found, strict=True) if not bad]
+  dropped = [d.source for d, bad in zip(documents, found, strict=True) if bad]
+  return kept, dropped
+
+
+def token_stream(
+  documents: Sequence[Document], tokenizer, end_id: int, seed: int
+) -> np.ndarray:
+  """All documents as one run of uint16 ids, shuffled, each closed by `end_id`.
+
+  Args:
+    tokenizer: a `tokenizers.Tokenizer` of at most 65,536 ids.
+  """
+  order = np.random.default_rng(seed).permutation(len(documents))
+  parts = []
+  for start in range(0, len(order), 512):
+    texts = [documents[i].text for i in order[start : start + 512]]
+    for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+      parts.append(np.asarray([*encoding.ids, end_id], np.uint16))
+  return np.concatenate(parts)
+
+
+def manifest(
+  train: Sequence[Document],
+  held_out: Sequence[Document],
+  dropped: Sequence[str],
+) -> dict:
+  """What a corpus was: counts, hashes, bytes per source with its licence."""
+
+  def digest(documents):
+    joined = "".join(d.digest for d in documents)
+    return hashlib.sha256(joined.encode()).hexdigest()
+
+  sources: dict[str, dict] = {}
+  for document in train:
+    name = document.source.split("/")[0]
+    entry = sources.setdefault(name, {"licence": document.licence, "bytes": 0})
+    entry["bytes"] += len(document.text.encode())
+  return {
+    "train_files": len(train),
+    "train_bytes": sum(s["bytes"] for s in sources.values()),
+    "train_sha256": digest(train),
+    "held_out_files": len(held_out),
+    "held_out_bytes": sum(len(d.text.encode()) for d in held_out),
+    "held_out_sha256": digest(held_out),
+    "dropped_for_overlap": list(dropped),
+    "sources": sources,
+  }

@@ -1,0 +1,241 @@
+"""The training code on models small enough for a CPU."""
+
+import json
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.models import state as state_lib
+from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
+from specpilot_jax.zoo import (
+  drafter_training,
+  optimizer,
+  recipes,
+  self_text,
+  training,
+)
+from tests.decoding import kit
+
+CONFIG = kit.hybrid(vocab_size=64, tie_embeddings=True)
+SCHEDULE = recipes.Schedule(
+  phases=(
+    recipes.Phase(steps=24, length=32, sequences=4),
+    recipes.Phase(steps=6, length=64, sequences=2),
+  ),
+  peak=1e-2,
+  warmup=4,
+)
+
+
+def drafter_config(config, **overrides) -> DrafterConfig:
+  settings: dict[str, Any] = dict(
+    name="tiny-dflash",
+    vocab_size=config.vocab_size,
+    hidden_size=config.hidden_size,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    block_size=5,
+    mask_token_id=config.vocab_size - 1,
+    target_layers=(0, 2),
+    num_target_layers=config.num_layers,
+  )
+  return DrafterConfig(**(settings | overrides))
+
+
+def corpus() -> np.ndarray:
+  """Text with a rule: counting up, from random starts."""
+  rng = np.random.default_rng(0)
+  runs = [(rng.integers(60) + np.arange(40)) % 60 for _ in range(100)]
+  return np.concatenate(runs).astype(np.int32)
+
+
+class TrainingTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    scratch = tempfile.TemporaryDirectory()
+    self.addCleanup(scratch.cleanup)
+    self.scratch = pathlib.Path(scratch.name)
+    self.enterContext(kit.quick_compilation())
+
+  def run_target(self, folder, *, deadlines=(None,)):
+    """Trains from the same start, once per deadline; (params, done, losses)."""
+    stream = corpus()
+    params = target_lib.random_params(CONFIG, seed=0)
+    params["embed.weight"] *= 0.1
+    graphdef, state = nnx.split(target_lib.build(CONFIG, params, "float32"))
+
+    def batch_at(step):
+      phase = SCHEDULE.phase_at(step)
+      rng = np.random.default_rng([1, step])
+      starts = rng.integers(0, stream.size - 100, phase.sequences)
+      return np.stack([stream[s : s + phase.length + 1] for s in starts])
+
+    def loss(state, tokens):
+      model = nnx.merge(graphdef, training.cast(state, jnp.float32))
+      return training.next_token_loss(model, tokens)
+
+    trained, done = state, False
+    for deadline in deadlines:
+      trained, done = optimizer.train(
+        state,
+        loss,
+        batch_at,
+        SCHEDULE,
+        self.scratch / folder,
+        deadline=deadline,
+        log_every=5,
+      )
+    lines = (self.scratch / folder / "loss.jsonl").read_text().splitlines()
+    return trained, done, [json.loads(line) for line in lines]
+
+  def test_loss_falls_and_a_killed_run_ends_with_the_same_bits(self):
+    whole, done, losses = self.run_target("whole")
+    self.assertTrue(done)
+    self.assertLess(losses[-1]["loss"], 0.6 * losses[0]["loss"])
+    past = time.monotonic() - 1
+    _, done, again = self.run_target("parts", deadlines=(past,))
+    self.assertFalse(done)
+    self.assertEqual(again[-1]["step"], 5)
+    parts, done, again = self.run_target("parts")
+    self.assertTrue(done)
+    self.assertEqual(
+      [(line["step"], line["loss"]) for line in again],
+      [(line["step"], line["loss"]) for line in losses],
+    )
+    for a, b in zip(
+      jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True
+    ):
+      np.testing.assert_array_equal(a, b)
+
+  def test_decays_stay_in_float32(self):
+    params = target_lib.random_params(CONFIG, seed=0)
+    target = target_lib.build(CONFIG, params, "float32")
+    graphdef, state = nnx.split(target)
+    model = nnx.merge(graphdef, training.cast(state, jnp.bfloat16))
+    for name, value in target_lib.parameters(model).items():
+      wide = name.endswith(("a_log", "dt_bias"))
+      self.assertEqual(value.dtype, jnp.float32 if wide else jnp.bfloat16, name)
+
+  def test_learning_rate(self):
+    rate = optimizer.learning_rate(SCHEDULE)
+    np.testing.assert_allclose(
+      [np.asarray(rate(step)) for step in (0, 2, 4, 20, 30)],
+      [0, 5e-3, 1e-2, 1e-2, 0],
+      atol=1e-9,
+    )
+    self.assertLess(np.asarray(rate(29)), 2e-3)
+
+
+class ForwardTest(kit.Float64TestCase):
+  """Training computes what decoding computes."""
+
+  def setUp(self):
+    super().setUp()
+    self.target = kit.build(CONFIG, "float64")
+    rng = np.random.default_rng(0)
+    self.tokens = jnp.asarray(rng.integers(0, 60, 64), jnp.int32)
+
+  def test_target(self):
+    hidden, taps = training.hidden_states(self.target, self.tokens, (0, 2))
+    out = self.target(
+      state_lib.run_of(self.tokens, 64, prefill=True),
+      state_lib.init_state(CONFIG, 64, self.target.dtype),
+      taps=(0, 2),
+    )
+    np.testing.assert_allclose(hidden, out.hidden, atol=1e-12)
+    np.testing.assert_allclose(taps, out.taps, atol=1e-12)
+
+  @parameterized.parameters(None, 8)
+  def test_drafter_block(self, window):
+    config = drafter_config(CONFIG, sliding_window=window)
+    model = DFlash(config, jnp.float64, nnx.Rngs(3))
+    _, taps = training.hidden_states(self.target, self.tokens, (0, 2))
+    anchors = jnp.asarray([3, 20, 50])
+    blocks = drafter_training.block_hidden(
+      model, self.target.embed.weight[...], self.tokens, taps, anchors
+    )
+    drafter = DFlashDrafter(model, self.target, candidates=CONFIG.vocab_size)
+    for anchor, hidden in zip(anchors, blocks, strict=True):
+      context = drafter.init_context(80)
+      for start in range(0, int(anchor), 16):  # as prefill does it
+        count = min(16, int(anchor) - start)
+        context = drafter.extend(
+          drafter.params,
+          context,
+          self.tokens[start : start + 16],
+          taps[start : start + 16],
+          jnp.int32(start),
+          jnp.int32(count),
+        )
+      lattice = drafter.draft(
+        drafter.params, context, self.tokens[anchor], jnp.int32(anchor)
+      )
+      law = jax.nn.log_softmax(self.target.logits(hidden[1:]), axis=-1)
+      np.testing.assert_allclose(
+        lattice.scores,
+        jnp.take_along_axis(law, lattice.tokens, axis=1),
+        atol=1e-12,
+      )
+
+  def test_drafter_loss_is_the_decayed_mean(self):
+    config = drafter_config(CONFIG)
+    model = DFlash(config, jnp.float64, nnx.Rngs(3))
+    anchors = jnp.asarray([[3, 20, 50]])
+    value, right = drafter_training.loss(
+      model, self.target, self.tokens[None], anchors, 4.0
+    )
+    _, taps = training.hidden_states(self.target, self.tokens, (0, 2))
+    blocks = drafter_training.block_hidden(
+      model, self.target.embed.weight[...], self.tokens, taps, anchors[0]
+    )
+    total = weight = 0.0
+    for anchor, hidden in zip([3, 20, 50], blocks, strict=True):
+      law = jax.nn.log_softmax(self.target.logits(hidden), axis=-1)
+      for slot in range(1, 5):
+        w = np.exp(-(slot - 1) / 4.0)
+        total -= w * float(law[slot, self.tokens[anchor + slot]])
+        weight += w
+    self.assertAlmostEqual(float(value), total / weight, delta=1e-4)
+    self.assertLen(right, 4)
+
+
+class SelfTextTest(kit.Float64TestCase):
+  def test_greedy_rows_are_what_the_engine_says(self):
+    target = kit.build(CONFIG, "float64")
+    prompts = np.random.default_rng(0).integers(0, 60, (3, 9))
+    rows = self_text.generate(
+      target, prompts, 12, np.asarray([0.0, 1.0, 0.0]), seed=1
+    )
+    engine = kit.autoregressive(CONFIG, "float64")
+    for i in (0, 2):
+      output = engine.generate(
+        prompts[i].tolist(),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+      )
+      self.assertEqual(tuple(rows[i, 9:].tolist()), output.token_ids)
+
+  def test_loop_starts(self):
+    rows = np.random.default_rng(0).integers(0, 4000, (4, 512))
+    rows[1, 300:] = 7
+    rows[2, 200:] = np.tile(np.arange(48), 7)[:312]
+    rows[3, 420:] = 9  # too short a run to be a loop
+    self.assertEqual(self_text.loop_starts(rows).tolist(), [512, 301, 248, 512])
+
+
+if __name__ == "__main__":
+  absltest.main()
