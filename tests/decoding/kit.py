@@ -28,6 +28,7 @@ from specpilot_jax.decoding.prompt_lookup import (
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.dflash import DFlashContext
 from tests.notes import FULL
 
 MODES = (
@@ -374,6 +375,10 @@ def snapshot(carry) -> Snapshot:
     parts["drafter.taps"] = context.features[:length]
   elif isinstance(context, PromptLookupContext):
     parts["drafter.tokens"] = context.tokens[:length]
+  elif isinstance(context, DFlashContext):
+    for i, (k, v) in enumerate(zip(context.k, context.v, strict=True)):
+      parts[f"drafter.{i}.k"] = k[:, :length]
+      parts[f"drafter.{i}.v"] = v[:, :length]
   else:
     assert not jax.tree.leaves(context), f"unknown {type(context)}"
   # Copies: on a CPU the host array would share the device's buffer, which the
