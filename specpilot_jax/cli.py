@@ -21,11 +21,12 @@ def run(main: Callable[[], None], argv: Sequence[str] | None = None) -> None:
   line on stderr and exit status 2.
   """
   argv = list(sys.argv if argv is None else argv)
-  if any(arg in ("--help", "-help", "-h", "--helpfull") for arg in argv[1:]):
-    print((sys.modules["__main__"].__doc__ or "").strip(), end="\n\n")
-    print(flags.FLAGS.main_module_help().strip())
-    return
+  wants_help = {"--help", "-help", "-h", "--helpfull"} & set(argv[1:])
   try:
+    if wants_help:
+      print((sys.modules["__main__"].__doc__ or "").strip(), end="\n\n")
+      print(flags.FLAGS.main_module_help().strip(), flush=True)
+      return
     rest = flags.FLAGS(argv)
     if len(rest) > 1:
       raise SpecPilotError(

@@ -40,7 +40,7 @@ def match(nodes: Nodes, choices: Int[Array, " N"]) -> Acceptance:
   """Longest path whose tokens equal the target's choice at their parents.
 
   Args:
-    nodes: a tree; of siblings with equal tokens the first is followed.
+    nodes: a tree; of equally long paths the one with the first node counts.
     choices: the target's choice at each node.
   """
   n = nodes.size

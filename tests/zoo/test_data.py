@@ -4,7 +4,7 @@ import email.message
 
 from absl.testing import absltest, parameterized
 
-from specpilot_jax.zoo import data, train
+from specpilot_jax.zoo import data, stages
 
 
 def document(text, source="pkg/a.py") -> data.Document:
@@ -47,7 +47,7 @@ class DataTest(parameterized.TestCase):
 
   def test_stream_closes_documents(self):
     texts = ["def f(x):\n  return x + 1\n" * 9, "class A:\n  pass\n" * 9]
-    backend = train.train_tokenizer(texts)
+    backend = stages.train_tokenizer(texts)
     stream = data.token_stream([document(t) for t in texts], backend, 0, seed=1)
     self.assertEqual(int((stream == 0).sum()), 2)
     self.assertEqual(int(stream[-1]), 0)

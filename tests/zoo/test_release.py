@@ -21,7 +21,7 @@ from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
-from specpilot_jax.zoo import evaluate, recipes, store
+from specpilot_jax.zoo import measures, recipes, store
 from tests.checkpoints.builders import BFLOAT16
 from tests.decoding import kit
 from tests.notes import FULL, note
@@ -143,7 +143,7 @@ class ShippedTest(parameterized.TestCase):
     prompts = [tokenizer.encode(p["text"]) for p in store.prompts()[3:]]
 
     def tau(drafter):
-      outputs = evaluate.decode(
+      outputs = measures.decode(
         target,
         drafter,
         prompts[:PROMPTS],
@@ -151,7 +151,7 @@ class ShippedTest(parameterized.TestCase):
         rule="match",
         max_tokens=TOKENS,
       )
-      found = evaluate.acceptance(outputs)
+      found = measures.acceptance(outputs)
       return found["tau_with_loops"], outputs
 
     model = drafter_io.load(store.DFLASH, "float32")
@@ -317,7 +317,7 @@ class EvaluateTest(absltest.TestCase):
         metrics=RequestMetrics(1, 2, emitted, (3, 3), accepted, 0),
       )
 
-    found = evaluate.acceptance(
+    found = measures.acceptance(
       [output("length", (3, 1), (2, 0)), output("loop", (4, 4), (3, 3))]
     )
     self.assertEqual(found["tau"], 2.0)
@@ -328,8 +328,8 @@ class EvaluateTest(absltest.TestCase):
   def test_bits_per_byte(self):
     zoo = loading.load_target("zoo", "float32")
     text = store.prompts()[3]["text"]
-    bits = evaluate.bits_per_byte(zoo.target, zoo.tokenizer, [text])
-    packed = evaluate.compressors([text])
+    bits = measures.bits_per_byte(zoo.target, zoo.tokenizer, [text])
+    packed = measures.compressors([text])
     self.assertLess(bits, packed["xz_per_file"])
     self.assertGreater(bits, 0.1)
 
