@@ -393,3 +393,19 @@ def test_a_missing_docstring_is_caught(sound):
 def test_a_missing_init_is_caught(sound):
   (sound / "specpilot_jax/models/__init__.py").unlink()
   assert missing_docstrings(sound) == ["models has no __init__.py"]
+
+
+def test_tests_import_one_module_that_defines_flags():
+  """Flags are global: a second such module would clash with the first."""
+  entries = {
+    m.name
+    for m in read_modules(ROOT)
+    if m.is_entry and re.search(r"DEFINE_|define_sampling_flags\(\)", m.text)
+  }
+  assert {"experiments.main", "specpilot_jax.generate"} <= entries
+  used = set()
+  for path in (ROOT / "tests").rglob("*.py"):
+    text = path.read_text()
+    module = Module("tests.any", path, ast.parse(text), text)
+    used |= {name for _, name in imports(module)} & entries
+  assert used == {"experiments.main"}

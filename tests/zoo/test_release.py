@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from specpilot_jax import loading
-from specpilot_jax.checkpoints import convert, load_checkpoint
+from specpilot_jax.checkpoints import conversion, load_checkpoint
 from specpilot_jax.checkpoints import drafter as drafter_io
 from specpilot_jax.decoding.commit import commit
 from specpilot_jax.decoding.draft import Lattice
@@ -271,11 +271,11 @@ class ConvertTest(parameterized.TestCase):
     self.addCleanup(scratch.cleanup)
     self.output = pathlib.Path(scratch.name) / "out"
 
-  @parameterized.parameters(*convert.FORMATS)
+  @parameterized.parameters(*conversion.FORMATS)
   def test_zoo(self, kind):
-    convert.convert("zoo", str(self.output), kind, verify=True)
+    conversion.convert("zoo", str(self.output), kind, verify=True)
     back, zoo = load_checkpoint(self.output), load_checkpoint("zoo")
-    self.assertIsNone(convert.different(back.params, zoo.params))
+    self.assertIsNone(conversion.different(back.params, zoo.params))
     assert back.tokenizer is not None and zoo.tokenizer is not None
     self.assertEqual(back.tokenizer.files, zoo.tokenizer.files)
     self.assertEqual(dataclasses.replace(back.config, name="zoo"), zoo.config)
@@ -289,9 +289,9 @@ class ConvertTest(parameterized.TestCase):
     folder = self.output.parent / "wide"
     hf.save(folder, zoo.config, wide)
     with self.assertRaisesRegex(SpecPilotError, "--round_to_bf16"):
-      convert.convert(str(folder), str(self.output), "bf16")
+      conversion.convert(str(folder), str(self.output), "bf16")
     self.assertFalse(self.output.exists())
-    done = convert.convert(
+    done = conversion.convert(
       str(folder), str(self.output), "bf16", round_to_bf16=True, verify=True
     )
     self.assertIn("weights are rounded to bfloat16", done.notes)
@@ -300,7 +300,7 @@ class ConvertTest(parameterized.TestCase):
     self.output.mkdir()
     (self.output / "file").touch()
     with self.assertRaisesRegex(SpecPilotError, "not an empty folder"):
-      convert.convert("zoo", str(self.output), "bf16")
+      conversion.convert("zoo", str(self.output), "bf16")
 
 
 class EvaluateTest(absltest.TestCase):
