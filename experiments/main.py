@@ -32,7 +32,7 @@ _OUTPUT_DIR = flags.DEFINE_string(
   "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."
 )
 _TARGET = flags.DEFINE_string(
-  "target", None, "smollm2, a Hugging Face folder, a .gguf file or an Orbax"
+  "target", None, "zoo, smollm2, a Hugging Face folder, a .gguf or Orbax"
   " folder.",
 )  # fmt: skip
 _DRAFTER = flags.DEFINE_string(
