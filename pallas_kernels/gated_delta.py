@@ -13,6 +13,8 @@ Every function takes q, k [N, Hk, K], v [N, Hv, V], g, beta [N, Hv] and a state
 reference engine), and computes at full precision of that dtype.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,8 +26,10 @@ PREFILL_CHUNK = 64
 _HIGHEST = lax.Precision.HIGHEST
 
 
-def _einsum(spec: str, *operands: Array) -> Array:
-  return jnp.einsum(spec, *operands, precision=_HIGHEST)
+def _einsum(
+  spec: str, *operands: Array, precision: lax.Precision = _HIGHEST
+) -> Array:
+  return jnp.einsum(spec, *operands, precision=precision)
 
 
 def _heads_first(x: Array) -> Array:
@@ -213,17 +217,26 @@ def chunk_prefill(
   beta: Float[Array, "N Hv"],
   state: Float[Array, "Hv K V"],
   count: Int[Array, ""],
+  precision: lax.Precision = _HIGHEST,
 ) -> tuple[Float[Array, "N Hv V"], Float[Array, "Hv K V"]]:
   """A run of tokens, `PREFILL_CHUNK` at a time: a chunk is a one-path tree.
 
   The tree's system is linear in the state, U = U0 - W S, so that all chunks
-  are solved at once and only S itself goes from chunk to chunk:
+  are solved at once:
 
       U0 = (I + A)^-1 diag(beta) V,   W = (I + A)^-1 diag(beta e^G) K
+
+  and so is the state, S' = M S + B with
+
+      M = e^G_last I - K_out^T W,   B = K_out^T U0,
+      row j of K_out being exp(G_last - G_j) k_j
+
+  so that one product per chunk is all that goes from chunk to chunk.
 
   Args:
     count: tokens that exist; those behind it leave the state alone and their
       outputs mean nothing.
+    precision: of the products, but for the inverse's, which are full.
 
   Returns:
     Outputs [N, Hv, V] and the state after `count` tokens [Hv, K, V].
@@ -250,36 +263,37 @@ def chunk_prefill(
   difference = decay[..., :, None] - decay[..., None, :]
   # Masked before the exponential: above the diagonal it may overflow.
   ratio = jnp.where(causal, jnp.exp(jnp.where(causal, difference, 0)), 0)
-  kk = _einsum("chik,chjk->chij", k, k)[:, :, None]
+  einsum = functools.partial(_einsum, precision=precision)
+  kk = einsum("chik,chjk->chij", k, k)[:, :, None]
   strict = causal & ~jnp.eye(chunk, dtype=bool)
   inverse = unit_lower_inverse(
     jnp.where(strict, beta[..., None] * kk * ratio, 0)
   )
   carried = (beta * jnp.exp(decay))[..., None] * k[:, :, None]
-  solved = _einsum(
+  solved = einsum(
     "chrij,chrjd->chrid",
     inverse,
     jnp.concatenate([beta[..., None] * v, carried], axis=-1),
   )
   u0, w = jnp.split(solved, (value_dim,), axis=-1)
-  scores = _einsum("chik,chjk->chij", q, k)[:, :, None] * ratio
   total = decay[..., -1:]
   k_out = jnp.exp(total - decay)[..., None] * k[:, :, None]
-  q_in = jnp.exp(decay)[..., None] * q[:, :, None]
+  added, removed = jnp.split(
+    einsum("chrik,chrid->chrkd", k_out, solved), (value_dim,), axis=-1
+  )
+  kept = jnp.exp(total)[..., None] * jnp.eye(key_dim, dtype=k.dtype) - removed
 
   def step(s, x):
-    u0, w, scores, k_out, q_in, total = x
-    u = u0 - _einsum("hrik,hrkv->hriv", w, s)
-    o = _einsum("hrik,hrkv->hriv", q_in, s) + _einsum(
-      "hrij,hrjv->hriv", scores, u
-    )
-    s = jnp.exp(total)[..., None] * s + _einsum("hrik,hriv->hrkv", k_out, u)
-    return s, o
+    kept, added = x
+    return einsum("hrkl,hrlv->hrkv", kept, s) + added, s
 
   grouped = state.reshape(key_heads, -1, key_dim, value_dim)
-  grouped, outputs = lax.scan(
-    step, grouped, (u0, w, scores, k_out, q_in, total)
-  )
+  grouped, before = lax.scan(step, grouped, (kept, added))
+  u = u0 - einsum("chrik,chrkv->chriv", w, before)
+  scores = einsum("chik,chjk->chij", q, k)[:, :, None] * ratio
+  q_in = jnp.exp(decay)[..., None] * q[:, :, None]
+  outputs = einsum("chrik,chrkv->chriv", q_in, before)
+  outputs += einsum("chrij,chrjv->chriv", scores, u)
   outputs = jnp.moveaxis(outputs, 3, 1)  # [chunks, chunk, Hk, R, V]
   outputs = outputs.reshape(num * chunk, value_heads, value_dim)[:n]
   return outputs, grouped.reshape(state.shape)

@@ -1,5 +1,7 @@
 """The Gated DeltaNet layer of Qwen3.5 to 3.8 (facts: DESIGN section 3)."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -39,6 +41,20 @@ def _l2_normalize(x: Array) -> Array:
   return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _L2_EPS)
 
 
+class Projected(NamedTuple):
+  """What a layer computes before its recurrence.
+
+  Attributes:
+    inputs: q, k, v, g, beta of `pallas_kernels.gated_delta`.
+    z: output gate before its activation.
+    rows: pre-convolution rows.
+  """
+
+  inputs: tuple[Array, Array, Array, Array, Array]
+  z: Float[Array, "N HvV"]
+  rows: Float[Array, "N C"]
+
+
 class GatedDeltaNet(nnx.Module):
   """qkv, z, b and a fused as rows of one projection, in this order."""
 
@@ -61,10 +77,10 @@ class GatedDeltaNet(nnx.Module):
       config.gdn_value_dim, config.hidden_size, dtype, rngs
     )
 
-  def __call__(
+  def project(
     self, x: Float[Array, "N D"], nodes: Nodes, state: GDNState
-  ) -> tuple[Float[Array, "N D"], GDNStash | GDNPrefillStash]:
-    """Runs the nodes on top of the committed state, which is only read."""
+  ) -> Projected:
+    """What the recurrence reads, and the output gate."""
     c = self.config
     acc = layers.accumulation_dtype(x.dtype)
     n, heads = x.shape[0], c.gdn_num_value_heads
@@ -92,17 +108,29 @@ class GatedDeltaNet(nnx.Module):
     )
     q = q * c.gdn_key_head_dim**-0.5
     v = v.reshape(n, heads, c.gdn_value_head_dim)
+    return Projected(inputs=(q, k, v, g, beta), z=z, rows=rows)
+
+  def output(
+    self, o: Float[Array, "N Hv V"], z: Float[Array, "N HvV"]
+  ) -> Float[Array, "N D"]:
+    """Norm before the gate, both in the accumulation dtype; projection."""
+    gate = jax.nn.silu(z.reshape(o.shape).astype(o.dtype))
+    o = self.norm(o) * gate
+    return self.out_proj(o.reshape(o.shape[0], -1).astype(z.dtype))
+
+  def __call__(
+    self, x: Float[Array, "N D"], nodes: Nodes, state: GDNState
+  ) -> tuple[Float[Array, "N D"], GDNStash | GDNPrefillStash]:
+    """Runs the nodes on top of the committed state, which is only read."""
+    p = self.project(x, nodes, state)
     if nodes.prefill:
       o, recurrent = gated_delta.chunk_prefill(
-        q, k, v, g, beta, state.recurrent, nodes.count
+        *p.inputs, state.recurrent, nodes.count
       )
-      stash = GDNPrefillStash(recurrent=recurrent, rows=rows)
+      stash = GDNPrefillStash(recurrent=recurrent, rows=p.rows)
     else:
       o, u, decay = gated_delta.tree_verify(
-        q, k, v, g, beta, state.recurrent, nodes.mask
+        *p.inputs, state.recurrent, nodes.mask
       )
-      stash = GDNStash(k=k, u=u, decay=decay, rows=rows)
-    # Norm before the gate, both in the accumulation dtype.
-    z = z.reshape(n, heads, c.gdn_value_head_dim).astype(acc)
-    o = self.norm(o) * jax.nn.silu(z)
-    return self.out_proj(o.reshape(n, -1).astype(x.dtype)), stash
+      stash = GDNStash(k=p.inputs[1], u=u, decay=decay, rows=p.rows)
+    return self.output(o, p.z), stash

@@ -8,8 +8,10 @@ prompt sets that results are reported on.
 
 import concurrent.futures
 import dataclasses
+import gzip
 import hashlib
 import importlib.metadata
+import json
 import multiprocessing
 import pathlib
 import re
@@ -125,6 +127,11 @@ def ngrams(text: str, words: int = OVERLAP_WORDS) -> set[tuple[str, ...]]:
   }
 
 
+def runs_of(texts: Sequence[str]) -> set[tuple[str, ...]]:
+  """All `ngrams` of some texts."""
+  return set().union(*map(ngrams, texts))
+
+
 _forbidden: frozenset[tuple[str, ...]] = frozenset()
 
 
@@ -145,9 +152,7 @@ def without_overlap(
   Returns:
     The documents kept, and the sources of those dropped.
   """
-  forbidden: set[tuple[str, ...]] = set()
-  for text in tests:
-    forbidden |= ngrams(text)
+  forbidden = runs_of(tests)
   if not forbidden:
     return list(documents), []
   with concurrent.futures.ProcessPoolExecutor(
@@ -177,6 +182,31 @@ def token_stream(
     for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
       parts.append(np.asarray([*encoding.ids, end_id], np.uint16))
   return np.concatenate(parts)
+
+
+def test_strings(path: pathlib.Path) -> list[str]:
+  """All strings of a .jsonl or .jsonl.gz file, or a text file as it is."""
+  raw = path.read_bytes()
+  if path.suffix == ".gz":
+    raw = gzip.decompress(raw)
+  text = raw.decode()
+  if ".jsonl" not in path.name:
+    return [text]
+  strings: list[str] = []
+
+  def walk(value):
+    if isinstance(value, str):
+      strings.append(value)
+    elif isinstance(value, dict):
+      for v in value.values():
+        walk(v)
+    elif isinstance(value, list):
+      for v in value:
+        walk(v)
+
+  for line in text.splitlines():
+    walk(json.loads(line))
+  return strings
 
 
 def manifest(

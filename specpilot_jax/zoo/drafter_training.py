@@ -5,14 +5,14 @@ features of the positions before it and its own rows, and is trained to say the
 tokens that follow: slot k with weight exp(-(k - 1) / gamma).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specpilot_jax.models import layers
 from specpilot_jax.models.drafters.dflash import DFlash
-from specpilot_jax.models.target import Target
-from specpilot_jax.zoo import training
 
 
 def block_hidden(
@@ -62,42 +62,89 @@ def block_hidden(
   return hidden.reshape(*inputs.shape, -1)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Text:
+  """Rows that a target generated, and what it computed over them.
+
+  Attributes:
+    tokens: prompt, output, then anything.
+    ends: where a row's output ends.
+    sampled: whether it was sampled; else it is greedy.
+    features: taps.
+    hidden: final-normed hidden states.
+  """
+
+  tokens: Int[Array, "R N"]
+  ends: Int[Array, " R"]
+  sampled: Bool[Array, " R"]
+  features: Float[Array, "R N L D"]
+  hidden: Float[Array, "R N D"]
+
+
+LOGITS = 1 << 30
+"""Logits held at a time; more of them are computed again, part by part."""
+
+
 def loss(
   drafter: DFlash,
-  target: Target,
-  tokens: Int[Array, "R N"],
+  embedding: Float[Array, "V D"],
+  head: Float[Array, "V D"],
+  text: Text,
   anchors: Int[Array, "R A"],
   gamma: float,
+  soft: bool,
 ) -> tuple[Float[Array, ""], Float[Array, " S"]]:
   """Decayed cross-entropy, and the top-1 accuracy of each slot.
 
   Args:
-    tokens: sequences that the target generated.
-    anchors: positions of anchors; anchor + block_size <= N.
+    embedding, head: of the target.
+    anchors: positions of anchors, at least one token before a row's end; slots
+      behind the end do not count.
     gamma: decay of the slots' weights.
+    soft: a sampled row's labels are the target's law at each slot, of which
+      its tokens are single draws; otherwise all labels are the tokens.
   """
   slots = drafter.config.block_size - 1
-  head = target.embed if target.config.tie_embeddings else target.lm_head
-  embedding, head_weight = target.embed.weight[...], head.weight[...]
-
-  def one(tokens, anchors):
-    _, features = training.hidden_states(
-      target, tokens, drafter.config.target_layers
-    )
-    hidden = block_hidden(
-      drafter, embedding, tokens, jax.lax.stop_gradient(features), anchors
-    )[:, 1:]
-    logits = jnp.einsum(
-      "asd,vd->asv",
-      hidden,
-      head_weight.astype(hidden.dtype),
-      preferred_element_type=jnp.float32,
-    )
-    labels = tokens[anchors[:, None] + 1 + jnp.arange(slots)]
-    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - picked
-    return nll, (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-
-  nll, right = jax.vmap(one)(tokens, anchors)
   weights = jnp.exp(-jnp.arange(slots) / gamma)
-  return (nll.mean((0, 1)) * weights).sum() / weights.sum(), right.mean((0, 1))
+
+  def one(row: Text, anchors):
+    hidden = block_hidden(
+      drafter, embedding, row.tokens, row.features, anchors
+    )[:, 1:]
+    places = anchors[:, None] + 1 + jnp.arange(slots)
+    counts = (places < row.ends).astype(jnp.float32)
+    places = jnp.minimum(places, row.tokens.shape[0] - 1)
+    labels = row.tokens[places]
+
+    def logits_of(hidden):
+      return jnp.einsum(
+        "asd,vd->asv",
+        hidden,
+        head.astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+      )
+
+    logits = logits_of(hidden)
+    said = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    if soft:
+      law = jax.nn.softmax(logits_of(row.hidden[places - 1]), axis=-1)
+      mean = (jax.lax.stop_gradient(law) * logits).sum(-1)
+      said = jnp.where(row.sampled, mean, said)
+    nll = jax.nn.logsumexp(logits, axis=-1) - said
+    right = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    return nll * counts, right * counts, counts
+
+  rows, per_row = anchors.shape
+  at_once = max(1, LOGITS // (per_row * slots * head.shape[0]))
+  if at_once >= rows:
+    nll, right, counts = jax.vmap(one)(text, anchors)
+  else:
+    nll, right, counts = jax.lax.map(
+      lambda args: jax.checkpoint(one)(*args),
+      (text, anchors),
+      batch_size=at_once,
+    )
+  seen = counts.sum((0, 1))
+  value = (nll.sum((0, 1)) * weights).sum() / (seen * weights).sum()
+  return value, right.sum((0, 1)) / seen

@@ -28,11 +28,33 @@ def learning_rate(schedule: Schedule) -> optax.Schedule:
   )
 
 
+def _matrices(params: Any) -> Any:
+  """Which parameters are matrices between hidden spaces."""
+
+  def leaf(path, x):
+    names = {getattr(p, "key", getattr(p, "name", p)) for p in path}
+    hidden = x.ndim == 2 and not {"embed", "conv_weight"} & names
+    return optax.contrib.MuonDimensionNumbers() if hidden else None
+
+  return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
-  """AdamW before its learning rate; norms, decays, biases are not decayed."""
+  """AdamW or Muon before its learning rate; vectors are not decayed."""
+  rule = optax.scale_by_adam(b1=0.9, b2=0.95)
+  if schedule.muon:
+    rule = optax.chain(
+      optax.contrib.muon(
+        1.0,
+        consistent_rms=0.2,
+        adam_b2=0.95,
+        muon_weight_dimension_numbers=_matrices,
+      ),
+      optax.scale(-1.0),  # back to an ascent direction, as Adam's is
+    )
   return optax.chain(
     optax.clip_by_global_norm(schedule.clip),
-    optax.scale_by_adam(b1=0.9, b2=0.95),
+    rule,
     optax.add_decayed_weights(
       schedule.weight_decay,
       mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),

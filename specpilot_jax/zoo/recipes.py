@@ -63,6 +63,26 @@ DFLASH = DrafterConfig(
 )
 
 
+# At most 8 MB in bfloat16: a third of it projects the taps.
+SMOLLM2_DFLASH = DrafterConfig(
+  name="smollm2-dflash",
+  vocab_size=49152,
+  hidden_size=576,
+  intermediate_size=512,
+  num_layers=2,
+  num_heads=6,
+  num_kv_heads=2,
+  head_dim=64,
+  rope_theta=1e5,
+  norm_eps=1e-5,
+  block_size=8,
+  mask_token_id=16,  # a special token that no text contains
+  target_layers=(9, 19, 28),
+  num_target_layers=30,
+  sliding_window=384,
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
   """A stretch of training at one sequence length.
@@ -80,7 +100,12 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-  """Learning rate: linear warm-up, constant, linear decay to zero."""
+  """Learning rate: linear warm-up, constant, linear decay to zero.
+
+  Attributes:
+    muon: weight matrices are updated by Muon (orthogonalised momentum, scaled
+      to the root mean square of Adam's updates, 0.2), all else by Adam.
+  """
 
   phases: tuple[Phase, ...]
   peak: float
@@ -89,10 +114,22 @@ class Schedule:
   weight_decay: float = 0.1
   clip: float = 1.0
   seed: int = 0
+  muon: bool = False
 
   @property
   def steps(self) -> int:
     return sum(phase.steps for phase in self.phases)
+
+  def scaled(self, scale: float) -> "Schedule":
+    """All step counts multiplied."""
+    if scale == 1.0:
+      return self
+    phases = tuple(
+      dataclasses.replace(p, steps=max(1, int(p.steps * scale)))
+      for p in self.phases
+    )
+    warmup = int(self.warmup * scale)
+    return dataclasses.replace(self, phases=phases, warmup=warmup)
 
   def phase_at(self, step: int) -> Phase:
     for phase in self.phases:
@@ -100,3 +137,81 @@ class Schedule:
         return phase
       step -= phase.steps
     raise ValueError(f"step {step} is behind the end of the schedule")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterRecipe:
+  """How a drafter is trained on what its target says.
+
+  Attributes:
+    config: shape of the drafter.
+    schedule: one phase; its `length` is that of the text's rows.
+    anchors: blocks per row and step.
+    gamma: decay of the slots' weights.
+    soft: rows that were sampled are taught the target's law at each slot in
+      place of the token that was drawn from it.
+    temperatures: of the text's rows, in turn.
+    rounds, rows: text files, and rows in each.
+    prompt_tokens: of a row at most.
+    visits: steps on a text file before the next one.
+  """
+
+  config: DrafterConfig
+  schedule: Schedule
+  anchors: int
+  gamma: float
+  soft: bool
+  temperatures: tuple[float, ...]
+  rounds: int
+  rows: int
+  prompt_tokens: int
+  visits: int
+
+
+TARGET_SCHEDULE = Schedule(
+  phases=(
+    Phase(steps=2145, length=2048, sequences=32),
+    Phase(steps=61, length=8192, sequences=8),
+  ),
+  peak=3e-3,
+  warmup=122,
+)
+
+ZOO_DRAFTER = DrafterRecipe(
+  config=DFLASH,
+  schedule=Schedule(
+    phases=(Phase(steps=12_000, length=512, sequences=48),),
+    peak=2e-3,
+    warmup=400,
+    weight_decay=0.01,
+  ),
+  anchors=64,
+  gamma=7.0,
+  soft=True,
+  temperatures=(0.0, 0.0, 1.0),
+  rounds=24,
+  rows=2048,
+  prompt_tokens=128,
+  visits=96,
+)
+
+SMOLLM2_DRAFTER = DrafterRecipe(
+  config=SMOLLM2_DFLASH,
+  schedule=Schedule(
+    phases=(Phase(steps=10_000, length=512, sequences=32),),
+    peak=2e-3,
+    warmup=400,
+    weight_decay=0.01,
+  ),
+  anchors=64,
+  gamma=4.0,
+  soft=False,
+  temperatures=(0.0, 0.0, 1.0),
+  rounds=24,
+  rows=1024,
+  prompt_tokens=192,
+  visits=64,
+)
+
+DRAFTERS = {"zoo": ZOO_DRAFTER, "smollm2": SMOLLM2_DRAFTER}
+"""Recipes by the name of the target."""

@@ -12,6 +12,9 @@ from specpilot_jax.zoo import recipes
 WEIGHTS = pathlib.Path(__file__).parent / "weights"
 TARGET = WEIGHTS / "target"
 DFLASH = WEIGHTS / "dflash"
+SMOLLM2_DFLASH = WEIGHTS / "smollm2_dflash"
+DRAFTERS = {"zoo": DFLASH, "smollm2": SMOLLM2_DFLASH}
+"""Drafters by the name of their target."""
 PROMPTS = WEIGHTS / "prompts.jsonl"
 
 

@@ -1,10 +1,11 @@
-"""Train the zoo: `python -m specpilot_jax.zoo.train --stage=all --work_dir=DIR`
+"""Train the zoo: `python -m specpilot_jax.zoo.train --work_dir=DIR`
 
-Stages, each resumable and done once: `data` (corpus, split, hashes, overlap
-check, byte-level BPE), `target`, `text` (what the target generates), `drafter`
-(DFlash), `release` (the folders that ship). A stage that is complete is not
-run again; a stage that hits --max_wall_s saves its state, and the same command
-goes on.
+Two recipes: `zoo` trains the target and its drafter, `smollm2` a drafter for
+SmolLM2-135M-Instruct. Stages, each resumable and done once: `data` (corpus,
+split, hashes, overlap check, and byte-level BPE or function heads), `target`,
+`text` (what the target generates), `drafter` (DFlash), `release` (the folders
+that ship). A stage that is complete is not run again; a stage that hits
+--max_wall_s saves its state, and the same command goes on.
 """
 
 import pathlib
@@ -13,8 +14,11 @@ import time
 from absl import flags
 
 from specpilot_jax import cli
-from specpilot_jax.zoo import stages
+from specpilot_jax.zoo import recipes, stages
 
+_RECIPE = flags.DEFINE_enum(
+  "recipe", "zoo", sorted(recipes.DRAFTERS), "What to train."
+)
 _STAGE = flags.DEFINE_enum(
   "stage", "all", ("all", *stages.STAGES), "What to run."
 )
@@ -33,6 +37,7 @@ def main() -> None:
   if _MAX_WALL_S.value is not None:
     deadline = time.monotonic() + _MAX_WALL_S.value
   stopped = stages.run(
+    _RECIPE.value,
     stages.STAGES if _STAGE.value == "all" else (_STAGE.value,),
     pathlib.Path(_WORK_DIR.value or "").absolute(),
     scale=_SCALE.value,

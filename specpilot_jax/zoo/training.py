@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import gated_delta as gated_delta_kernels
 from specpilot_jax.models import gated_delta, layers
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.target import Target
@@ -67,7 +69,13 @@ def hidden_states(
   def run(layer, x, i):
     h = layer.input_norm(x)
     if isinstance(layer.mixer, gated_delta.GatedDeltaNet):
-      h, _ = layer.mixer(h, nodes, empty.layers[i])
+      recurrent = empty.layers[i].recurrent
+      p = layer.mixer.project(h, nodes, empty.layers[i])
+      # float32 products at the speed of tensor cores, in both directions.
+      o, _ = gated_delta_kernels.chunk_prefill(
+        *p.inputs, recurrent, nodes.count, lax.Precision.DEFAULT
+      )
+      h = layer.mixer.output(o, p.z)
     else:
       q, k, v, gate = layer.mixer.project(h, positions)
       h = layer.mixer.output(causal_attention(q, k, v), gate)

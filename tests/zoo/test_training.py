@@ -192,23 +192,36 @@ class ForwardTest(kit.Float64TestCase):
         atol=1e-12,
       )
 
-  def test_drafter_loss_is_the_decayed_mean(self):
+  @parameterized.parameters(False, True)
+  def test_drafter_loss_is_the_decayed_mean(self, sampled):
     config = drafter_config(CONFIG)
     model = DFlash(config, jnp.float64, nnx.Rngs(3))
     anchors = jnp.asarray([[3, 20, 50]])
-    value, right = drafter_training.loss(
-      model, self.target, self.tokens[None], anchors, 4.0
+    hidden, taps = training.hidden_states(self.target, self.tokens, (0, 2))
+    text = drafter_training.Text(
+      tokens=self.tokens[None],
+      ends=jnp.asarray([53]),  # the last anchor has two labels
+      sampled=jnp.asarray([sampled]),
+      features=taps[None],
+      hidden=hidden[None],
     )
-    _, taps = training.hidden_states(self.target, self.tokens, (0, 2))
+    embedding = self.target.embed.weight[...]
+    value, right = drafter_training.loss(
+      model, embedding, embedding, text, anchors, 4.0, soft=True
+    )
+    laws = jax.nn.softmax(self.target.logits(hidden), axis=-1)
     blocks = drafter_training.block_hidden(
       model, self.target.embed.weight[...], self.tokens, taps, anchors[0]
     )
     total = weight = 0.0
     for anchor, hidden in zip([3, 20, 50], blocks, strict=True):
       law = jax.nn.log_softmax(self.target.logits(hidden), axis=-1)
-      for slot in range(1, 5):
+      for slot in range(1, 5 if anchor < 50 else 3):
         w = np.exp(-(slot - 1) / 4.0)
-        total -= w * float(law[slot, self.tokens[anchor + slot]])
+        if sampled:  # the target's law of the token at this place
+          total -= w * float(laws[anchor + slot - 1] @ law[slot])
+        else:
+          total -= w * float(law[slot, self.tokens[anchor + slot]])
         weight += w
     self.assertAlmostEqual(float(value), total / weight, delta=1e-4)
     self.assertLen(right, 4)
@@ -217,24 +230,35 @@ class ForwardTest(kit.Float64TestCase):
 class SelfTextTest(kit.Float64TestCase):
   def test_greedy_rows_are_what_the_engine_says(self):
     target = kit.build(CONFIG, "float64")
-    prompts = np.random.default_rng(0).integers(0, 60, (3, 9))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 60, n).tolist() for n in (9, 9, 4)]
     rows = self_text.generate(
       target, prompts, 12, np.asarray([0.0, 1.0, 0.0]), seed=1
     )
     engine = kit.autoregressive(CONFIG, "float64")
     for i in (0, 2):
       output = engine.generate(
-        prompts[i].tolist(),
+        prompts[i],
         SamplingParams(max_tokens=12, ignore_eos=True),
       )
-      self.assertEqual(tuple(rows[i, 9:].tolist()), output.token_ids)
+      start = len(prompts[i])
+      self.assertEqual(
+        tuple(rows[i, start : start + 12].tolist()), output.token_ids
+      )
 
   def test_loop_starts(self):
     rows = np.random.default_rng(0).integers(0, 4000, (4, 512))
     rows[1, 300:] = 7
     rows[2, 200:] = np.tile(np.arange(48), 7)[:312]
     rows[3, 420:] = 9  # too short a run to be a loop
-    self.assertEqual(self_text.loop_starts(rows).tolist(), [512, 301, 248, 512])
+    ends = np.asarray([512, 512, 512, 512])
+    self.assertEqual(
+      self_text.loop_starts(rows, ends).tolist(), [512, 301, 248, 512]
+    )
+    ends = np.asarray([300, 330, 400, 512])  # row 1: too short a run
+    self.assertEqual(
+      self_text.loop_starts(rows, ends).tolist(), [300, 330, 248, 512]
+    )
 
 
 if __name__ == "__main__":
