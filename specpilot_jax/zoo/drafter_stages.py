@@ -127,8 +127,7 @@ def train(
       head,
       chosen_rows(text, rows),
       anchors,
-      recipe.gamma,
-      recipe.soft,
+      recipe,
     )[0]
 
   state, done = optimizer.train(

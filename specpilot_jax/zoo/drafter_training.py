@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specpilot_jax.models import layers
 from specpilot_jax.models.drafters.dflash import DFlash
+from specpilot_jax.zoo import recipes
 
 
 def block_hidden(
@@ -92,21 +93,22 @@ def loss(
   head: Float[Array, "V D"],
   text: Text,
   anchors: Int[Array, "R A"],
-  gamma: float,
-  soft: bool,
+  recipe: recipes.DrafterRecipe,
 ) -> tuple[Float[Array, ""], Float[Array, " S"]]:
-  """Decayed cross-entropy, and the top-1 accuracy of each slot.
+  """Decayed loss, and the top-1 accuracy of each slot.
+
+  Cross-entropy, mixed with the total variation distance between the drafter's
+  law and the label's: what rejection sampling loses (DSpark, arXiv
+  2607.05147, trains on both).
 
   Args:
     embedding, head: of the target.
     anchors: positions of anchors, at least one token before a row's end; slots
       behind the end do not count.
-    gamma: decay of the slots' weights.
-    soft: a sampled row's labels are the target's law at each slot, of which
-      its tokens are single draws; otherwise all labels are the tokens.
+    recipe: its `gamma`, `soft` and `variation`.
   """
   slots = drafter.config.block_size - 1
-  weights = jnp.exp(-jnp.arange(slots) / gamma)
+  weights = jnp.exp(-jnp.arange(slots) / recipe.gamma)
 
   def one(row: Text, anchors):
     hidden = block_hidden(
@@ -127,11 +129,17 @@ def loss(
 
     logits = logits_of(hidden)
     said = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    if soft:
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    overlap = jnp.exp(said - norm)  # of the drafter's law with the label's
+    if recipe.soft:
       law = jax.nn.softmax(logits_of(row.hidden[places - 1]), axis=-1)
-      mean = (jax.lax.stop_gradient(law) * logits).sum(-1)
-      said = jnp.where(row.sampled, mean, said)
-    nll = jax.nn.logsumexp(logits, axis=-1) - said
+      law = jax.lax.stop_gradient(law)
+      own = jnp.exp(logits - norm[..., None])
+      both = jnp.minimum(own, law).sum(-1)
+      overlap = jnp.where(row.sampled, both, overlap)
+      said = jnp.where(row.sampled, (law * logits).sum(-1), said)
+    mix = recipe.variation
+    nll = (1 - mix) * (norm - said) + mix * (1 - overlap)
     right = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
     return nll * counts, right * counts, counts
 

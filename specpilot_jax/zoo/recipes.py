@@ -150,6 +150,8 @@ class DrafterRecipe:
     gamma: decay of the slots' weights.
     soft: rows that were sampled are taught the target's law at each slot in
       place of the token that was drawn from it.
+    variation: share of the total variation distance in the loss, the rest
+      being cross-entropy.
     temperatures: of the text's rows, in turn.
     rounds, rows: text files, and rows in each.
     prompt_tokens: of a row at most.
@@ -161,6 +163,7 @@ class DrafterRecipe:
   anchors: int
   gamma: float
   soft: bool
+  variation: float
   temperatures: tuple[float, ...]
   rounds: int
   rows: int
@@ -188,6 +191,7 @@ ZOO_DRAFTER = DrafterRecipe(
   anchors=64,
   gamma=7.0,
   soft=True,
+  variation=0.5,
   temperatures=(0.0, 0.0, 1.0),
   rounds=24,
   rows=2048,
@@ -206,6 +210,7 @@ SMOLLM2_DRAFTER = DrafterRecipe(
   anchors=64,
   gamma=4.0,
   soft=False,
+  variation=0.0,
   temperatures=(0.0, 0.0, 1.0),
   rounds=24,
   rows=1024,

@@ -19,8 +19,16 @@ def causal_attention(
   k: Float[Array, "N Hkv K"],
   v: Float[Array, "N Hkv K"],
 ) -> Float[Array, "N H K"]:
-  """Causal softmax attention, in blocks of queries; N a multiple of a block."""
+  """Causal softmax attention; N a multiple of a block of queries.
+
+  cuDNN's fused kernel for bfloat16 on a GPU; elsewhere blocks of queries that
+  are computed again in the backward pass.
+  """
   n, heads, dim = q.shape
+  if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
+    return jax.nn.dot_product_attention(
+      q[None], k[None], v[None], is_causal=True, implementation="cudnn"
+    )[0]
   kv_heads = k.shape[1]
   block = min(n, QUERY_BLOCK)
   if n % block:
@@ -45,13 +53,34 @@ def causal_attention(
   return out.reshape(n, heads, dim)
 
 
+@jax.custom_vjp
+def lookup(
+  table: Float[Array, "V D"], tokens: Int[Array, " N"]
+) -> Float[Array, "N D"]:
+  """Rows of a table. Its gradient is a product with one-hot rows: a scatter of
+  65,536 rows into 4,096 took 51 ms of a step of 170 ms on an H200."""
+  return jnp.take(table, tokens, axis=0)
+
+
+def _lookup_fwd(table, tokens):
+  return lookup(table, tokens), (tokens, table.shape[0])
+
+
+def _lookup_bwd(kept, grad):
+  tokens, rows = kept
+  hot = jax.nn.one_hot(tokens, rows, dtype=grad.dtype)
+  return jnp.einsum("nv,nd->vd", hot, grad), None
+
+
+lookup.defvjp(_lookup_fwd, _lookup_bwd)
+
+
 def hidden_states(
   model: Target, tokens: Int[Array, " N"], taps: tuple[int, ...] = ()
 ) -> tuple[Float[Array, "N D"], Float[Array, "N L D"]]:
   """Final-normed hidden states and taps of one sequence from its beginning.
 
-  The function of `Target.__call__` on an empty state, with attention in blocks
-  of queries that are computed again in the backward pass.
+  The function of `Target.__call__` on an empty state.
   """
   config = model.config
   n = tokens.shape[0]
@@ -82,7 +111,7 @@ def hidden_states(
     x = x + h
     return x + layer.mlp(layer.post_norm(x))
 
-  x = model.embed(tokens)
+  x = lookup(model.embed.weight[...], tokens)
   tapped = {}
   for i, layer in enumerate(model.layers):
     x = run(layer, x, i)

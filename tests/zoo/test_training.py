@@ -1,5 +1,6 @@
 """The training code on models small enough for a CPU."""
 
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -192,8 +193,11 @@ class ForwardTest(kit.Float64TestCase):
         atol=1e-12,
       )
 
-  @parameterized.parameters(False, True)
-  def test_drafter_loss_is_the_decayed_mean(self, sampled):
+  @parameterized.product(sampled=(False, True), variation=(0.0, 0.25))
+  def test_drafter_loss_is_the_decayed_mean(self, sampled, variation):
+    recipe = dataclasses.replace(
+      recipes.ZOO_DRAFTER, gamma=4.0, variation=variation
+    )
     config = drafter_config(CONFIG)
     model = DFlash(config, jnp.float64, nnx.Rngs(3))
     anchors = jnp.asarray([[3, 20, 50]])
@@ -207,7 +211,7 @@ class ForwardTest(kit.Float64TestCase):
     )
     embedding = self.target.embed.weight[...]
     value, right = drafter_training.loss(
-      model, embedding, embedding, text, anchors, 4.0, soft=True
+      model, embedding, embedding, text, anchors, recipe
     )
     laws = jax.nn.softmax(self.target.logits(hidden), axis=-1)
     blocks = drafter_training.block_hidden(
@@ -219,9 +223,12 @@ class ForwardTest(kit.Float64TestCase):
       for slot in range(1, 5 if anchor < 50 else 3):
         w = np.exp(-(slot - 1) / 4.0)
         if sampled:  # the target's law of the token at this place
-          total -= w * float(laws[anchor + slot - 1] @ law[slot])
+          label = laws[anchor + slot - 1]
         else:
-          total -= w * float(law[slot, self.tokens[anchor + slot]])
+          label = jax.nn.one_hot(self.tokens[anchor + slot], CONFIG.vocab_size)
+        distance = 0.5 * jnp.abs(label - jnp.exp(law[slot])).sum()
+        total -= w * (1 - variation) * float(label @ law[slot])
+        total += w * variation * float(distance)
         weight += w
     self.assertAlmostEqual(float(value), total / weight, delta=1e-4)
     self.assertLen(right, 4)
