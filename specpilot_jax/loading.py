@@ -7,7 +7,12 @@ import pathlib
 import jax
 
 from specpilot_jax import compilation, paths
-from specpilot_jax.checkpoints import ZOO, Checkpoint, load_checkpoint
+from specpilot_jax.checkpoints import (
+  SMOLLM2,
+  ZOO,
+  Checkpoint,
+  load_checkpoint,
+)
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
@@ -19,7 +24,10 @@ from specpilot_jax.zoo import store
 DRAFTERS = ("none", "prompt_lookup", "dflash")
 """Drafters by name; `dflash` is the one that was trained for the model."""
 
-_OWN_DRAFTERS = {ZOO: store.DFLASH}
+_OWN_DRAFTERS = {
+  ZOO: store.DRAFTERS["zoo"],
+  SMOLLM2: store.DRAFTERS["smollm2"],
+}
 
 
 @dataclasses.dataclass(frozen=True)

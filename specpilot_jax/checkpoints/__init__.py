@@ -12,7 +12,8 @@ ZOO = "zoo"
 """Name of the model that ships with the package."""
 
 # Models that are fetched by name: asset -> the preset that describes it.
-_ASSETS = {"smollm2": "SmolLM2-135M"}
+SMOLLM2 = "SmolLM2-135M"
+_ASSETS = {"smollm2": SMOLLM2}
 
 
 def load_checkpoint(name_or_path: str | os.PathLike[str]) -> Checkpoint:

@@ -19,7 +19,7 @@ PROMPTS = WEIGHTS / "prompts.jsonl"
 
 
 def prompts() -> list[dict[str, str]]:
-  """Beginnings of held-out files: `source`, `licence` and `text` of each."""
+  """Lines of held-out files: `source`, `licence` and `text` of each."""
   lines = PROMPTS.read_text(encoding="utf-8").splitlines()
   return [json.loads(line) for line in lines]
 
@@ -74,7 +74,10 @@ def write_prompts(
   tokens: int = 200,
   room: int = 256,
 ) -> None:
-  """Writes the beginnings of held-out files as prompts.
+  """Writes a run of lines of each of some held-out files as prompts.
+
+  A prompt begins at a random line: beginnings of files are mostly licences,
+  docstrings and imports.
 
   Args:
     path: JSON lines to write.
@@ -82,21 +85,28 @@ def write_prompts(
     licences: of the distributions that sources begin with.
     backend: a `tokenizers.Tokenizer`.
     count: prompts.
-    tokens: ids per prompt; a beginning that does not encode to itself is left
-      out.
+    tokens: ids per prompt; one that does not encode to itself is left out.
     room: ids that the file must have beyond them.
   """
   prompts = []
-  for document in held_out:
-    ids = backend.encode(document["text"]).ids
+  for index, document in enumerate(held_out):
     licence = licences.get(document["source"].split("/")[0])
-    if len(ids) < tokens + room or licence is None:
+    if licence is None:
+      continue
+    lines = document["text"].splitlines(keepends=True)
+    line = int(np.random.default_rng(index).integers(len(lines)))
+    ids = backend.encode("".join(lines[line:])).ids
+    if len(ids) < tokens + room:
       continue
     text = backend.decode(ids[:tokens])
     if backend.encode(text).ids != ids[:tokens]:
       continue
     prompts.append(
-      {"source": document["source"], "licence": licence, "text": text}
+      {
+        "source": f"{document['source']}:{line + 1}",
+        "licence": licence,
+        "text": text,
+      }
     )
     if len(prompts) == count:
       break
