@@ -153,7 +153,7 @@ def _prompts(
     stream = np.load(work / "train.npy", mmap_mode="r")
     return lambda i: prompting.windows(
       stream, recipe.prompt_tokens, recipe.rows, [3, i]
-    )
+    ).tolist()
   tokenizer = model.tokenizer
   if tokenizer is None:
     raise SpecPilotError(f"{name} has no tokenizer")
