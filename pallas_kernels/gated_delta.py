@@ -59,7 +59,7 @@ def recurrent(
   return outputs, state
 
 
-def _solve_unit_lower(
+def solve_unit_lower(
   strict: Float[Array, "*B N N"], rhs: Float[Array, "*B N V"]
 ) -> Float[Array, "*B N V"]:
   """(I + A)^-1 B of strictly lower triangular A."""
@@ -69,7 +69,7 @@ def _solve_unit_lower(
   )
 
 
-def _solve_by_inverse(
+def solve_by_inverse(
   strict: Float[Array, "*B N N"], rhs: Float[Array, "*B N V"]
 ) -> Float[Array, "*B N V"]:
   """The same without BLAS, whose threads and XLA's wait for each other."""
@@ -136,7 +136,7 @@ def tree_verify(
   carried = jnp.exp(decay_h)[..., None]
   rhs = beta_h[..., None] * (v - carried * k_state)
   u = lax.platform_dependent(
-    system, rhs, cpu=_solve_by_inverse, default=_solve_unit_lower
+    system, rhs, cpu=solve_by_inverse, default=solve_unit_lower
   )
   o = carried * q_state + _einsum("hrij,hrjv->hriv", qk * ratio, u)
   o, u = (_heads_first(x.reshape(value_heads, n, value_dim)) for x in (o, u))

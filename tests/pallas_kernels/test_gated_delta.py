@@ -136,6 +136,18 @@ class GatedDeltaTest(parameterized.TestCase):
       np.testing.assert_allclose(np.concatenate([a, b]), whole, atol=TOLERANCE)
       np.testing.assert_allclose(end, last, atol=TOLERANCE)
 
+  @parameterized.parameters(1, 2, 6, 16, 21)
+  def test_both_solvers(self, size):
+    """One of them runs on a CPU, the other elsewhere."""
+    rng = np.random.default_rng(size)
+    strict = np.tril(rng.normal(size=(2, 3, size, size)), -1)
+    rhs = rng.normal(size=(2, 3, size, 5))
+    for solve in (gated_delta.solve_unit_lower, gated_delta.solve_by_inverse):
+      solution = np.asarray(solve(strict, rhs))
+      np.testing.assert_allclose(
+        solution + strict @ solution, rhs, atol=1e-9 * np.abs(solution).max()
+      )
+
   @parameterized.parameters(np.float32, np.float64)
   def test_strong_decay(self, dtype):
     """exp(G_i - G_j) overflows where j is no ancestor of i."""
