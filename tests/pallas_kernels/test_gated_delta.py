@@ -1,6 +1,7 @@
 """Every form of the gated delta rule against its token-by-token definition."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
@@ -140,12 +141,12 @@ class GatedDeltaTest(parameterized.TestCase):
   def test_both_solvers(self, size):
     """One of them runs on a CPU, the other elsewhere."""
     rng = np.random.default_rng(size)
-    strict = np.tril(rng.normal(size=(2, 3, size, size)), -1)
-    rhs = rng.normal(size=(2, 3, size, 5))
+    strict = jnp.tril(jnp.asarray(rng.normal(size=(2, 3, size, size))), -1)
+    rhs = jnp.asarray(rng.normal(size=(2, 3, size, 5)))
     for solve in (gated_delta.solve_unit_lower, gated_delta.solve_by_inverse):
-      solution = np.asarray(solve(strict, rhs))
+      solution = solve(strict, rhs)
       np.testing.assert_allclose(
-        solution + strict @ solution, rhs, atol=1e-9 * np.abs(solution).max()
+        solution + strict @ solution, rhs, atol=1e-9 * jnp.abs(solution).max()
       )
 
   @parameterized.parameters(np.float32, np.float64)
