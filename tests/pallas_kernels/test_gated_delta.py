@@ -146,7 +146,9 @@ class GatedDeltaTest(parameterized.TestCase):
     for solve in (gated_delta.solve_unit_lower, gated_delta.solve_by_inverse):
       solution = solve(strict, rhs)
       np.testing.assert_allclose(
-        solution + strict @ solution, rhs, atol=1e-9 * jnp.abs(solution).max()
+        solution + strict @ solution,
+        rhs,
+        atol=1e-9 * float(jnp.abs(solution).max()),
       )
 
   @parameterized.parameters(np.float32, np.float64)
