@@ -84,7 +84,8 @@ _MAX_WALL_S = flags.DEFINE_float(
 )
 
 
-def _settings() -> settings.Settings:
+def read_settings() -> settings.Settings:
+  """What the parsed flags ask for."""
   if _TARGET.value is None:
     raise SpecPilotError(
       "--target is missing (a name or a path), or take a flag file:"
@@ -136,7 +137,7 @@ def main() -> None:
     return
   job = benchmark.run if _JOB.value == "benchmark" else benchmark.token_force
   try:
-    status = job(_settings())
+    status = job(read_settings())
   except MeasurementError as e:
     print(f"error: {e}", file=sys.stderr)
     status = 1

@@ -1,8 +1,9 @@
-"""Prompt sets: HumanEval-164, MT-Bench-80, GSM8K-100, and a user's own file.
+"""Prompt sets: zoo-64, HumanEval-164, MT-Bench-80, GSM8K-100, own files.
 
-The wording around each problem is the one that the evaluations of the
+zoo-64 ships with the package: Python from files that the zoo was not trained
+on, to be continued. The other sets are fetched: `python -m experiments.fetch
+NAME`. The wording around each problem is the one that the evaluations of the
 released DFlash and DSpark drafters use, so that acceptance lengths compare.
-The sets are fetched, not shipped: `python -m experiments.fetch NAME`.
 
 Each set is cut in two. What is tuned on, searched with or looked at belongs
 to the `dev` half; the `sealed` half serves the final test alone.
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 from specpilot_jax import paths
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.zoo import store
 
 SPLITS = ("dev", "sealed", "all")
 
@@ -51,7 +53,7 @@ class Prompt:
   """One prompt.
 
   Attributes:
-    id: unique in its set, for instance `HumanEval/0`.
+    id: unique in its set, for instance `HumanEval/0` or `zoo/0`.
     domain: what results are grouped by: code, math, an MT-Bench category, or
       the name of the user's file.
     text: what the user says (`chat`), or the text to be continued.
@@ -89,14 +91,25 @@ class _PromptSet:
   """How to read one set.
 
   Attributes:
-    asset: its name in `experiments.fetch`.
+    asset: its name in `experiments.fetch`; None where the package ships it.
     count: prompts in it; anything else is an error.
+    chat: whether its prompts are chats, unless the caller says otherwise.
     read: (index, record, chat) -> (prompt, whether it belongs to dev).
   """
 
-  asset: str
+  asset: str | None
   count: int
+  chat: bool
   read: Callable[[int, Mapping[str, Any], bool], tuple[Prompt, bool]]
+
+
+def _zoo(index: int, record: Mapping[str, Any], chat: bool):
+  text = record["text"]
+  if not isinstance(text, str) or not text:
+    raise ValueError("no text")
+  return Prompt(id=f"zoo/{index}", domain="code", text=text, chat=chat), (
+    index < 32
+  )
 
 
 def _humaneval(index: int, record: Mapping[str, Any], chat: bool):
@@ -137,9 +150,14 @@ def _mt_bench(index: int, record: Mapping[str, Any], chat: bool):
 
 
 _SETS: Mapping[str, _PromptSet] = {
-  "HumanEval-164": _PromptSet(asset="humaneval", count=164, read=_humaneval),
-  "MT-Bench-80": _PromptSet(asset="mtbench", count=80, read=_mt_bench),
-  "GSM8K-100": _PromptSet(asset="gsm8k", count=100, read=_gsm8k),
+  "zoo-64": _PromptSet(asset=None, count=64, chat=False, read=_zoo),
+  "HumanEval-164": _PromptSet(
+    asset="humaneval", count=164, chat=True, read=_humaneval
+  ),
+  "MT-Bench-80": _PromptSet(
+    asset="mtbench", count=80, chat=True, read=_mt_bench
+  ),
+  "GSM8K-100": _PromptSet(asset="gsm8k", count=100, chat=True, read=_gsm8k),
 }
 PROMPT_SETS = tuple(_SETS)
 
@@ -161,12 +179,13 @@ def load_prompts(
       not read.
     tokenizer: fills `Prompt.token_ids` when given.
     limit: at most so many prompts, the first ones; None for all.
-    split: `dev`, `sealed` or `all`. HumanEval: tasks 0 to 81 are dev. GSM8K:
-      the first 50. MT-Bench: the odd question ids. A file has no halves.
-    chat: whether the chat template is applied. None is the set's own way: the
-      three sets are chats, a file is continued as it stands unless its lines
-      say otherwise. False suits a model without a chat template; HumanEval's
-      text is then the bare function head.
+    split: `dev`, `sealed` or `all`. HumanEval: tasks 0 to 81 are dev. zoo-64
+      and GSM8K: the first half. MT-Bench: the odd question ids. A file has no
+      halves.
+    chat: whether the chat template is applied. None is the set's own way:
+      zoo-64 is continued as it stands, the other sets are chats, a file is
+      continued unless its lines say otherwise. False suits a model without a
+      chat template; HumanEval's text is then the bare function head.
 
   Returns:
     The prompts in the order of the file.
@@ -181,7 +200,7 @@ def load_prompts(
   if limit is not None and limit < 1:
     raise SpecPilotError(f"limit of prompts is {limit}, expected at least 1")
   if name in _SETS:
-    prompts = _load_set(name, split, True if chat is None else chat)
+    prompts = _load_set(name, split, _SETS[name].chat if chat is None else chat)
   elif Path(name).suffix in (".txt", ".jsonl"):
     if split != "all":
       raise SpecPilotError(f"{name}: a file has no split {split!r}, only 'all'")
@@ -208,8 +227,11 @@ def load_prompts(
 
 def _load_set(name: str, split: str, chat: bool) -> list[Prompt]:
   prompt_set = _SETS[name]
-  path = paths.asset_path(prompt_set.asset)
-  hint = f"fetch it again: python -m experiments.fetch {prompt_set.asset}"
+  if prompt_set.asset is None:
+    path, hint = store.PROMPTS, "install the package again"
+  else:
+    path = paths.asset_path(prompt_set.asset)
+    hint = f"fetch it again: python -m experiments.fetch {prompt_set.asset}"
   prompts, halves = [], []
   try:
     for index, (_, record) in enumerate(_records(path)):

@@ -63,6 +63,27 @@ def recurrent(
   return outputs, state
 
 
+def solve_unit_lower(
+  strict: Float[Array, "*B N N"], rhs: Float[Array, "*B N V"]
+) -> Float[Array, "*B N V"]:
+  """(I + A)^-1 B of strictly lower triangular A."""
+  eye = jnp.eye(strict.shape[-1], dtype=strict.dtype)
+  return jax.scipy.linalg.solve_triangular(
+    strict + eye, rhs, lower=True, unit_diagonal=True
+  )
+
+
+def solve_by_inverse(
+  strict: Float[Array, "*B N N"], rhs: Float[Array, "*B N V"]
+) -> Float[Array, "*B N V"]:
+  """The same without BLAS, whose threads and XLA's wait for each other."""
+  n = strict.shape[-1]
+  fill = (1 << (n - 1).bit_length()) - n  # rows of the identity
+  pad = ((0, 0),) * (strict.ndim - 2) + ((0, fill), (0, fill))
+  inverse = unit_lower_inverse(jnp.pad(strict, pad))[..., :n, :n]
+  return _einsum("...ij,...jv->...iv", inverse, rhs)
+
+
 def tree_verify(
   q: Float[Array, "N Hk K"],
   k: Float[Array, "N Hk K"],
@@ -97,7 +118,6 @@ def tree_verify(
 
   q, k = _heads_first(q), _heads_first(k)  # [Hk, N, K]
   v = _heads_first(v).reshape(*group, n, value_dim)
-  s = state.reshape(*group, *state.shape[1:])
   decay = _einsum("ij,jh->hi", mask.astype(g.dtype), g)  # [Hv, N]
   difference = decay[:, :, None] - decay[:, None, :]
   # Masked before the exponential: outside the path it may overflow.
@@ -110,13 +130,17 @@ def tree_verify(
   qk = _einsum("hik,hjk->hij", q, k)[:, None]
   strict = mask & ~jnp.eye(n, dtype=bool)
   system = jnp.where(strict, beta_h[..., None] * kk * ratio, 0)
-  system = system + jnp.eye(n, dtype=system.dtype)
-  k_state = _einsum("hnk,hrkv->hrnv", k, s)
-  q_state = _einsum("hnk,hrkv->hrnv", q, s)
+  # One product per value head: the state is read once, where it lies.
+  both = jnp.repeat(jnp.concatenate([k, q], axis=1), repeat, axis=0)
+  k_state, q_state = jnp.split(
+    _einsum("hnk,hkv->hnv", both, state).reshape(*group, 2 * n, value_dim),
+    2,
+    axis=2,
+  )
   carried = jnp.exp(decay_h)[..., None]
   rhs = beta_h[..., None] * (v - carried * k_state)
-  u = jax.scipy.linalg.solve_triangular(
-    system, rhs, lower=True, unit_diagonal=True
+  u = lax.platform_dependent(
+    system, rhs, cpu=solve_by_inverse, default=solve_unit_lower
   )
   o = carried * q_state + _einsum("hrij,hrjv->hriv", qk * ratio, u)
   o, u = (_heads_first(x.reshape(value_heads, n, value_dim)) for x in (o, u))
@@ -153,9 +177,8 @@ def commit(
   k = jnp.where(on_path[:, None, None], k, 0)
   u = u.reshape(u.shape[0], k.shape[1], repeat, u.shape[2])
   added = _einsum("phk,phrv->hrkv", k, u).reshape(state.shape)
-  return jnp.where(
-    count > 0, jnp.exp(last)[:, None, None] * state + added, state
-  )
+  kept = jnp.where(count > 0, jnp.exp(last), 1)
+  return kept[:, None, None] * state + added
 
 
 @jax.custom_vjp

@@ -1,8 +1,8 @@
 # Sourced by the scripts beside it: finds a Python, keeps .venv up to date.
 #
-#   setup_venv EXTRA    creates .venv at the repository root where it is
-#                       missing or broken, installs the project with EXTRA
-#                       when pyproject.toml or constraints.txt changed, and
+#   setup_venv [EXTRA]  creates .venv at the repository root where it is
+#                       missing or broken, installs the project with EXTRA, if
+#                       any, when pyproject.toml or constraints.txt changed, and
 #                       sets VENV_PYTHON.
 #
 # PYTHON=/path/to/python chooses the interpreter that .venv is made with.
@@ -126,27 +126,28 @@ install_key() {
 
 install_project() {
   local extra="$1" log="$VENV/install.log"
-  say "installing specpilot-jax[$extra] (some minutes at first; log: $log)"
+  local suffix="${extra:+[$extra]}"
+  say "installing specpilot-jax$suffix (some minutes at first; log: $log)"
   : >"$VENV_UNFINISHED"
   if ! "$VENV_PYTHON" -m pip install --quiet --no-input \
-    --disable-pip-version-check -c constraints.txt -e ".[$extra]" \
+    --disable-pip-version-check -c constraints.txt -e ".$suffix" \
     >"$log" 2>&1; then
     # pip gave up by itself and left nothing half done.
     rm -f "$VENV_UNFINISHED"
     grep -v '^WARNING' "$log" | tail -n 15 >&2 || true
-    die "pip could not install specpilot-jax[$extra]; full log: $log"
+    die "pip could not install specpilot-jax$suffix; full log: $log"
   fi
-  install_key "$extra" >"$VENV/.installed-$extra"
+  install_key "$extra" >"$VENV/.installed-${extra:-base}"
   rm -f "$VENV_UNFINISHED"
 }
 
 is_installed() {
-  [ -e "$VENV/.installed-$1" ] &&
-    [ "$(cat "$VENV/.installed-$1")" = "$(install_key "$1")" ]
+  local record="$VENV/.installed-${1:-base}"
+  [ -e "$record" ] && [ "$(cat "$record")" = "$(install_key "$1")" ]
 }
 
 setup_venv() {
-  local extra="$1"
+  local extra="${1:-}"
   cd "$ROOT"
   # Two scripts at once would build one environment together.
   if command -v flock >/dev/null 2>&1; then
@@ -164,7 +165,7 @@ setup_venv() {
   local reason
   reason="$(python_unfit "$VENV_PYTHON" made)"
   [ -z "$reason" ] || die "$VENV: Python $reason; remove it and run again"
-  # dev holds everything that gguf holds.
+  # dev holds everything that the others hold.
   if ! is_installed "$extra" && ! is_installed dev; then
     install_project "$extra"
   fi

@@ -8,8 +8,13 @@ import pytest
 from experiments.prompts import PROMPT_SETS, load_prompts
 from specpilot_jax import paths
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.zoo import store
 
-COUNTS = {"HumanEval-164": 164, "MT-Bench-80": 80, "GSM8K-100": 100}
+COUNTS = {
+  "zoo-64": 64, "HumanEval-164": 164, "MT-Bench-80": 80, "GSM8K-100": 100,
+}  # fmt: skip
+SHIPPED = "zoo-64"
+FETCHED = tuple(name for name in PROMPT_SETS if name != SHIPPED)
 
 
 class UpperTokenizer:
@@ -44,13 +49,41 @@ def test_counts_and_halves(name):
   assert {p.id for p in dev} | {p.id for p in sealed} == {
     p.id for p in everything
   }
-  assert all(p.chat and p.text and p.token_ids is None for p in everything)
+  assert all(p.text and p.token_ids is None for p in everything)
+  assert {p.chat for p in everything} == {name != SHIPPED}
 
 
 @pytest.mark.parametrize("name", PROMPT_SETS)
 def test_limit_takes_the_first(name):
   assert load_prompts(name, limit=3) == load_prompts(name)[:3]
   assert len(load_prompts(name, limit=10_000)) == COUNTS[name]
+
+
+def test_the_zoo_prompts_need_no_fetching(tmp_path, monkeypatch):
+  monkeypatch.setenv("SPECPILOT_DATA", str(tmp_path))
+  prompts = load_prompts(SHIPPED, UpperTokenizer())
+  assert [p.text for p in prompts] == [p["text"] for p in store.prompts()]
+  assert all("".join(map(chr, p.token_ids or ())) == p.text for p in prompts)
+  assert {p.domain for p in prompts} == {"code"}
+  assert load_prompts(SHIPPED, split="dev") == load_prompts(SHIPPED)[:32]
+
+
+def test_zoo_prompts_go_through_a_template_if_asked():
+  (prompt,) = load_prompts(SHIPPED, UpperTokenizer(), 1, chat=True)
+  rendered = "".join(map(chr, prompt.token_ids or ()))
+  assert rendered == f"<user>{prompt.text}<assistant>"
+
+
+@pytest.mark.parametrize(
+  "lines", [['{"text": "a"}'], ['{"text": "a"}'] * 63 + ['{"text": ""}'], ["{"]]
+)
+def test_damaged_zoo_prompts_are_named(lines, tmp_path, monkeypatch):
+  path = tmp_path / "prompts.jsonl"
+  path.write_text("\n".join(lines))
+  monkeypatch.setattr(store, "PROMPTS", path)
+  with pytest.raises(SpecPilotError) as error:
+    load_prompts(SHIPPED)
+  assert f"{path}" in one_line(error)
 
 
 def test_human_eval_wording():
@@ -117,7 +150,7 @@ def test_a_tokenizer_fills_token_ids():
   assert "".join(map(chr, bare.token_ids)) == bare.text
 
 
-@pytest.mark.parametrize("name", PROMPT_SETS)
+@pytest.mark.parametrize("name", FETCHED)
 def test_a_missing_set_names_the_command(name, tmp_path, monkeypatch):
   monkeypatch.setenv("SPECPILOT_DATA", str(tmp_path))
   with pytest.raises(SpecPilotError) as error:

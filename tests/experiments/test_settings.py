@@ -4,9 +4,12 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments import main, settings
+from experiments import main, prompts, settings
+from specpilot_jax import loading
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
+
+FLAG_FILES = sorted(p.name for p in settings.FLAG_FOLDER.glob("*.flags"))
 
 
 def expand(*args):
@@ -18,11 +21,39 @@ def _here(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
 
 
+def shipped(name: str) -> settings.Settings:
+  with flagsaver.flagsaver():
+    flags.FLAGS(["main", *expand(f"--flagfile={name}")])
+    return main.read_settings()
+
+
 def test_shipped_files_are_found_from_anywhere():
-  for path in settings.FLAG_FOLDER.glob("*.flags"):
-    assert expand(f"--flagfile={path.name}")
-  assert "--target=smollm2" in expand("--flagfile=cpu_smoke.flags")
-  assert "--target=smollm2" in expand("--flagfile", "cpu_smoke.flags")
+  assert "--target=zoo" in expand("--flagfile=cpu_smoke.flags")
+  assert "--target=zoo" in expand("--flagfile", "cpu_smoke.flags")
+
+
+@pytest.mark.parametrize("name", FLAG_FILES)
+def test_shipped_files_describe_a_proved_run(name):
+  run = shipped(name)
+  assert {settings.AR, settings.STOCK} <= set(run.systems)
+  assert run.token_forcing and run.sampling.loops_end
+  assert set(run.prompt_sets) <= set(prompts.PROMPT_SETS)
+  assert run.drafter in loading.DRAFTERS
+  # Loops end requests, so outputs are shorter than allowed: half is a margin.
+  sizes = {"zoo-64": 64, "HumanEval-164": 164}
+  count = sum(sizes[s] for s in run.prompt_sets)
+  count = min(count, run.num_prompts or count)
+  assert count * run.sampling.max_tokens / 2 >= 0.9 * 5000
+
+
+def test_the_demo_reads_nothing_that_is_fetched(tmp_path, monkeypatch):
+  monkeypatch.setenv("SPECPILOT_DATA", str(tmp_path / "empty"))
+  run = shipped("cpu_smoke.flags")
+  model = loading.load_target(run.target, run.dtype)
+  assert loading.make_drafter(run.drafter, model.target)
+  for name in run.prompt_sets:
+    assert prompts.load_prompts(name, model.tokenizer, chat=run.chat)
+  assert not (tmp_path / "empty").exists()
 
 
 def test_the_working_directory_comes_first(tmp_path):

@@ -1,6 +1,7 @@
 """Every form of the gated delta rule against its token-by-token definition."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
@@ -135,6 +136,20 @@ class GatedDeltaTest(parameterized.TestCase):
       b, end = chunk_prefill(*second, middle, np.int32(100 - cut))
       np.testing.assert_allclose(np.concatenate([a, b]), whole, atol=TOLERANCE)
       np.testing.assert_allclose(end, last, atol=TOLERANCE)
+
+  @parameterized.parameters(1, 2, 6, 16, 21)
+  def test_both_solvers(self, size):
+    """One of them runs on a CPU, the other elsewhere."""
+    rng = np.random.default_rng(size)
+    strict = jnp.tril(jnp.asarray(rng.normal(size=(2, 3, size, size))), -1)
+    rhs = jnp.asarray(rng.normal(size=(2, 3, size, 5)))
+    for solve in (gated_delta.solve_unit_lower, gated_delta.solve_by_inverse):
+      solution = solve(strict, rhs)
+      np.testing.assert_allclose(
+        solution + strict @ solution,
+        rhs,
+        atol=1e-9 * float(jnp.abs(solution).max()),
+      )
 
   @parameterized.parameters(np.float32, np.float64)
   def test_strong_decay(self, dtype):
