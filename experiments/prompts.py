@@ -1,6 +1,6 @@
-"""Prompt sets: zoo-64, HumanEval-164, MT-Bench-80, GSM8K-100, own files.
+"""Prompt sets: zoo-128, HumanEval-164, MT-Bench-80, GSM8K-100, own files.
 
-zoo-64 ships with the package: Python from files that the zoo was not trained
+zoo-128 ships with the package: Python from files that the zoo was not trained
 on, to be continued. The other sets are fetched: `python -m experiments.fetch
 NAME`. The wording around each problem is the one that the evaluations of the
 released DFlash and DSpark drafters use, so that acceptance lengths compare.
@@ -108,7 +108,7 @@ def _zoo(index: int, record: Mapping[str, Any], chat: bool):
   if not isinstance(text, str) or not text:
     raise ValueError("no text")
   return Prompt(id=f"zoo/{index}", domain="code", text=text, chat=chat), (
-    index < 32
+    index < 64
   )
 
 
@@ -150,7 +150,7 @@ def _mt_bench(index: int, record: Mapping[str, Any], chat: bool):
 
 
 _SETS: Mapping[str, _PromptSet] = {
-  "zoo-64": _PromptSet(asset=None, count=64, chat=False, read=_zoo),
+  "zoo-128": _PromptSet(asset=None, count=128, chat=False, read=_zoo),
   "HumanEval-164": _PromptSet(
     asset="humaneval", count=164, chat=True, read=_humaneval
   ),
@@ -179,11 +179,11 @@ def load_prompts(
       not read.
     tokenizer: fills `Prompt.token_ids` when given.
     limit: at most so many prompts, the first ones; None for all.
-    split: `dev`, `sealed` or `all`. HumanEval: tasks 0 to 81 are dev. zoo-64
+    split: `dev`, `sealed` or `all`. HumanEval: tasks 0 to 81 are dev. zoo-128
       and GSM8K: the first half. MT-Bench: the odd question ids. A file has no
       halves.
     chat: whether the chat template is applied. None is the set's own way:
-      zoo-64 is continued as it stands, the other sets are chats, a file is
+      zoo-128 is continued as it stands, the other sets are chats, a file is
       continued unless its lines say otherwise. False suits a model without a
       chat template; HumanEval's text is then the bare function head.
 

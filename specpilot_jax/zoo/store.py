@@ -70,7 +70,7 @@ def write_prompts(
   licences: Mapping[str, str],
   backend,
   *,
-  count: int = 64,
+  count: int = 128,
   tokens: int = 200,
   room: int = 256,
 ) -> None:

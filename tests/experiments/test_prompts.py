@@ -11,9 +11,9 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.zoo import store
 
 COUNTS = {
-  "zoo-64": 64, "HumanEval-164": 164, "MT-Bench-80": 80, "GSM8K-100": 100,
+  "zoo-128": 128, "HumanEval-164": 164, "MT-Bench-80": 80, "GSM8K-100": 100,
 }  # fmt: skip
-SHIPPED = "zoo-64"
+SHIPPED = "zoo-128"
 FETCHED = tuple(name for name in PROMPT_SETS if name != SHIPPED)
 
 
@@ -65,7 +65,7 @@ def test_the_zoo_prompts_need_no_fetching(tmp_path, monkeypatch):
   assert [p.text for p in prompts] == [p["text"] for p in store.prompts()]
   assert all("".join(map(chr, p.token_ids or ())) == p.text for p in prompts)
   assert {p.domain for p in prompts} == {"code"}
-  assert load_prompts(SHIPPED, split="dev") == load_prompts(SHIPPED)[:32]
+  assert load_prompts(SHIPPED, split="dev") == load_prompts(SHIPPED)[:64]
 
 
 def test_zoo_prompts_go_through_a_template_if_asked():

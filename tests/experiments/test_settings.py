@@ -40,7 +40,7 @@ def test_shipped_files_describe_a_proved_run(name):
   assert set(run.prompt_sets) <= set(prompts.PROMPT_SETS)
   assert run.drafter in loading.DRAFTERS
   # Loops end requests, so outputs are shorter than allowed: half is a margin.
-  sizes = {"zoo-64": 64, "HumanEval-164": 164}
+  sizes = {"zoo-128": 128, "HumanEval-164": 164}
   count = sum(sizes[s] for s in run.prompt_sets)
   count = min(count, run.num_prompts or count)
   assert count * run.sampling.max_tokens / 2 >= 0.9 * 5000

@@ -120,7 +120,7 @@ class ShippedTest(parameterized.TestCase):
   def test_prompts(self):
     zoo = load_checkpoint("zoo")
     prompts = store.prompts()
-    self.assertLen(prompts, 64)
+    self.assertLen(prompts, 128)
     assert zoo.tokenizer is not None
     for prompt in prompts:
       self.assertEqual(set(prompt), {"source", "licence", "text"})
