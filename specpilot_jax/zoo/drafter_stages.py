@@ -114,6 +114,7 @@ def train(
     rows=schedule.phases[0].sequences,
     anchors=recipe.anchors,
     visits=recipe.visits,
+    surprise=recipe.surprise,
     seed=5,
   )
   head = target.embed if target.config.tie_embeddings else target.lm_head

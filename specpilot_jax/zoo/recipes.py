@@ -156,6 +156,8 @@ class DrafterRecipe:
     rounds, rows: text files, and rows in each.
     prompt_tokens: of a row at most.
     visits: steps on a text file before the next one.
+    surprise: of `text.Shelf`: how much likelier anchors are where the target
+      did not expect the token.
   """
 
   config: DrafterConfig
@@ -169,6 +171,7 @@ class DrafterRecipe:
   rows: int
   prompt_tokens: int
   visits: int
+  surprise: float
 
 
 TARGET_SCHEDULE = Schedule(
@@ -198,6 +201,7 @@ ZOO_DRAFTER = DrafterRecipe(
   rows=2048,
   prompt_tokens=128,
   visits=96,
+  surprise=0.0,
 )
 
 SMOLLM2_DRAFTER = DrafterRecipe(
@@ -218,6 +222,7 @@ SMOLLM2_DRAFTER = DrafterRecipe(
   rows=1024,
   prompt_tokens=192,
   visits=64,
+  surprise=0.0,
 )
 
 DRAFTERS = {"zoo": ZOO_DRAFTER, "smollm2": SMOLLM2_DRAFTER}

@@ -21,7 +21,7 @@ from specpilot_jax.zoo import training
 from specpilot_jax.zoo.drafter_training import Text
 
 FEATURE_TOKENS = 32_768
-"""Tokens that the target reads at a time."""
+"""Tokens that the target reads at a time, fewer for large vocabularies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +56,18 @@ class Rows:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _computed(graphdef, params, tokens, taps):
+  """Taps, final hidden states, and each token's probability."""
   model = nnx.merge(graphdef, params)
-  hidden, features = jax.lax.map(
-    lambda row: training.hidden_states(model, row, taps),
-    tokens,
-    batch_size=max(1, FEATURE_TOKENS // tokens.shape[1]),
-  )
-  return features, hidden
+
+  def of_row(row):
+    hidden, features = training.hidden_states(model, row, taps)
+    law = jax.nn.log_softmax(model.logits(hidden[:-1]), axis=-1)
+    said = jnp.take_along_axis(law, row[1:, None], axis=1)[:, 0]
+    # The first token follows nothing.
+    return features, hidden, jnp.pad(jnp.exp(said), (1, 0))
+
+  width = max(tokens.shape[1], model.config.vocab_size // 8)
+  return jax.lax.map(of_row, tokens, batch_size=max(1, FEATURE_TOKENS // width))
 
 
 class Shelf:
@@ -74,6 +79,9 @@ class Shelf:
     taps: target layers.
     rows, anchors: of a batch.
     visits: steps on a file before the next one.
+    surprise: a position is drawn as an anchor with weight 1 + surprise * (1 -
+      the target's probability of its token). Decoding drafts from tokens that
+      the drafter missed more often than from others.
     seed: of the order and of every draw.
   """
 
@@ -86,6 +94,7 @@ class Shelf:
     rows: int,
     anchors: int,
     visits: int,
+    surprise: float,
     seed: int,
   ):
     self._paths = list(paths)
@@ -93,22 +102,28 @@ class Shelf:
     self._taps = taps
     self._shape = (rows, anchors)
     self._visits = visits
+    self._surprise = surprise
     self._seed = seed
-    self._open: tuple[int, Rows, Text] | None = None
+    self._open: tuple[int, np.ndarray, Text] | None = None
 
-  def _file(self, visit: int) -> tuple[Rows, Text]:
-    lap, place = divmod(visit, len(self._paths))
+  def _file(self, visit: int) -> tuple[np.ndarray, Text]:
+    """Cumulative weights of anchors [R, N], and the text."""
+    lap, turn = divmod(visit, len(self._paths))
     order = np.random.default_rng([self._seed, lap]).permutation(
       len(self._paths)
     )
-    index = int(order[place])
-    if self._open is None or self._open[0] != index:
-      rows = Rows.load(self._paths[index])
+    place = int(order[turn])
+    if self._open is None or self._open[0] != place:
+      rows = Rows.load(self._paths[place])
       tokens = jnp.asarray(rows.tokens, jnp.int32)
       self._open = None  # frees the last file before the next is computed
-      features, hidden = _computed(
+      features, hidden, said = _computed(
         self._graphdef, self._params, tokens, self._taps
       )
+      index = np.arange(rows.tokens.shape[1])
+      allowed = index >= rows.starts[:, None] - 1
+      allowed &= index < rows.ends[:, None] - 1  # with a label behind it
+      weights = 1 + self._surprise * (1 - np.asarray(said, np.float64))
       text = Text(
         tokens=tokens,
         ends=jnp.asarray(rows.ends, jnp.int32),
@@ -116,7 +131,7 @@ class Shelf:
         features=features,
         hidden=hidden,
       )
-      self._open = (index, rows, text)
+      self._open = (place, np.cumsum(weights * allowed, axis=1), text)
     return self._open[1], self._open[2]
 
   def at(
@@ -124,19 +139,16 @@ class Shelf:
   ) -> tuple[Text, Int[np.ndarray, " R"], Int[np.ndarray, "R A"]]:
     """The file, the rows of a step, and their anchors.
 
-    Rows are drawn by their number of anchors, so that each token of a file is
-    an anchor as often as any other.
+    Rows are drawn by the weight of their positions, so that a position of any
+    row is an anchor as often as its own weight says.
     """
-    rows, text = self._file(step // self._visits)
+    cumulative, text = self._file(step // self._visits)
     rng = np.random.default_rng([self._seed, 0, step])
-    count = rows.anchors
-    chosen = rng.choice(
-      len(count), self._shape[0], p=count / count.sum()
-    ).astype(np.int32)
-    anchors = rng.integers(
-      rows.starts[chosen, None] - 1, rows.ends[chosen, None] - 1, self._shape
-    )
-    return text, chosen, anchors.astype(np.int32)
+    total = cumulative[:, -1]
+    chosen = rng.choice(len(total), self._shape[0], p=total / total.sum())
+    draws = rng.random(self._shape) * total[chosen, None]
+    anchors = (cumulative[chosen, None] <= draws[..., None]).sum(-1)
+    return text, chosen.astype(np.int32), anchors.astype(np.int32)
 
 
 def chosen_rows(text: Text, rows: Int[np.ndarray, " R"]) -> Text:

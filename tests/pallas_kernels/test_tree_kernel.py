@@ -23,12 +23,12 @@ def chain(size):
 
 class TreeKernelTest(parameterized.TestCase):
   def check(self, tokens, state, parents, tolerance):
-    mask = trees.mask_of(parents)
+    mask = jnp.asarray(trees.mask_of(parents))
     with jax.enable_x64(True):
-      wide = [np.asarray(x, np.float64) for x in (*tokens, state)]
-      expected = gated_delta.tree_verify(*wide, mask)
+      wide = [jnp.asarray(x, jnp.float64) for x in (*tokens, state)]
+      expected = gated_delta.tree_verify(*wide, mask=mask)
     narrow = [jnp.asarray(x, jnp.float32) for x in (*tokens, state)]
-    found = jax.jit(interpreted)(*narrow, mask)
+    found = jax.jit(interpreted)(*narrow, mask=mask)
     for a, b in zip(found, expected, strict=True):
       self.assertEqual(a.dtype, jnp.float32)
       self.assertEqual(a.shape, b.shape)
@@ -82,13 +82,14 @@ class TreeKernelTest(parameterized.TestCase):
 
   def test_refusals(self):
     tokens, state = inputs(np.random.default_rng(0), 65)
+    mask = jnp.asarray(trees.mask_of(chain(65)))
     narrow = [jnp.asarray(x, jnp.float32) for x in (*tokens, state)]
     with self.assertRaisesRegex(ValueError, "at most 64 nodes, got 65"):
-      interpreted(*narrow, trees.mask_of(chain(65)))
+      interpreted(*narrow, mask=mask)
     with jax.enable_x64(True):
       wide = [jnp.asarray(x, jnp.float64) for x in (*tokens, state)]
       with self.assertRaisesRegex(ValueError, "float32, not float64"):
-        interpreted(*wide, trees.mask_of(chain(65)))
+        interpreted(*wide, mask=mask)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ RECIPE = recipes.DrafterRecipe(
   rows=6,
   prompt_tokens=16,
   visits=5,
+  surprise=0.0,
 )
 
 
@@ -174,14 +175,15 @@ class RowsTest(kit.Float64TestCase):
     for row, prompt in zip(rows.tokens, self.prompts(0), strict=True):
       self.assertEqual(row[: len(prompt)].tolist(), prompt)
 
-  def shelf(self):
+  def shelf(self, surprise=0.0, anchors=3):
     return Shelf(
       sorted((self.work / "text").glob("???.npz")),
       self.target,
       RECIPE.config.target_layers,
       rows=4,
-      anchors=3,
+      anchors=anchors,
       visits=5,
+      surprise=surprise,
       seed=5,
     )
 
@@ -208,6 +210,22 @@ class RowsTest(kit.Float64TestCase):
     )
     np.testing.assert_allclose(text.features[2], taps, atol=1e-4)
     np.testing.assert_allclose(text.hidden[2], hidden, atol=1e-4)
+
+  def test_surprising_tokens_are_anchors_more_often(self):
+    self.write()
+    for surprise in (0.0, 8.0):
+      text, rows, anchors = self.shelf(surprise, anchors=20_000).at(0)
+      row = int(rows[0])
+      logits = self.target.logits(text.hidden[row])
+      law = jax.nn.softmax(logits, axis=-1)
+      said = np.take_along_axis(
+        np.asarray(law)[:-1], np.asarray(text.tokens[row])[1:, None], axis=1
+      )[:, 0]
+      first, last = anchors[0].min(), anchors[0].max()
+      weights = 1 + surprise * (1 - said[first - 1 : last])
+      counts = np.bincount(anchors[0], minlength=64)[first : last + 1]
+      expected = weights / weights.sum() * counts.sum()
+      self.assertLess(np.abs(counts - expected).max(), 5 * counts.max() ** 0.5)
 
   def test_logits_in_parts_give_the_same_loss(self):
     self.write()
