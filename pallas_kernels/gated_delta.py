@@ -68,6 +68,27 @@ def recurrent(
   return outputs, state
 
 
+def one_token(
+  q: Float[Array, "1 Hk K"],
+  k: Float[Array, "1 Hk K"],
+  v: Float[Array, "1 Hv V"],
+  g: Float[Array, "1 Hv"],
+  beta: Float[Array, "1 Hv"],
+  state: Float[Array, "Hv K V"],
+) -> tuple[Float[Array, "1 Hv V"], Float[Array, "Hv K V"]]:
+  """`recurrent` of one token, from one read of the state.
+
+  u = beta (v - e^g S^T k);   o = e^g S^T q + (q . k) u;   S' = e^g S + k u^T
+  """
+  repeat = v.shape[1] // k.shape[1]
+  q, k = (jnp.repeat(x[0], repeat, axis=0) for x in (q, k))  # [Hv, K]
+  both = _einsum("hxk,hkv->hxv", jnp.stack([k, q], axis=1), state)
+  kept = jnp.exp(g[0])[:, None]
+  u = beta[0][:, None] * (v[0] - kept * both[:, 0])  # [Hv, V]
+  o = kept * both[:, 1] + jnp.sum(q * k, axis=-1, keepdims=True) * u
+  return o[None], kept[..., None] * state + k[:, :, None] * u[:, None, :]
+
+
 def solve_unit_lower(
   strict: Float[Array, "*B N N"], rhs: Float[Array, "*B N V"]
 ) -> Float[Array, "*B N V"]:
@@ -424,6 +445,8 @@ def chunk_prefill(
   valid = (jnp.arange(n) < count)[:, None]
   # No decay and no update: a token that does not exist changes nothing.
   g, beta = jnp.where(valid, g, 0), jnp.where(valid, beta, 0)
+  if n == 1:
+    return one_token(q, k, v, g, beta, state)
 
   def split(x, heads):
     """[N, heads * R, ...] to [chunks, heads, R, chunk, ...]."""

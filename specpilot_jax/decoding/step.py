@@ -260,7 +260,12 @@ class StepFns:
     if size > 1:
       tokens = jnp.concatenate([tokens, drafts.tokens[: size - 1]])
       count = count + drafts.count
-    nodes = state_lib.run_of(tokens, count, prefill=False)
+    # Alone, the anchor is certain to be committed: a prefill of one token,
+    # whose state needs no second pass. One that is done commits nothing.
+    alone = pad_to == 1
+    nodes = state_lib.run_of(
+      tokens, jnp.where(carry.done, 0, 1) if alone else count, prefill=alone
+    )
     out = model(nodes, carry.target, self._taps)
     logits = self._penalized(
       model.logits(out.hidden), request, carry.history, nodes
@@ -278,13 +283,11 @@ class StepFns:
       acceptance = accept.match(nodes, choices)
     verified = _Verified(
       tokens=nodes.tokens,
-      count=nodes.count,
+      count=count,
       taps=out.taps,
       stash=out.stash,
       acceptance=acceptance,
-      healthy=~jnp.any(
-        jnp.isnan(logits).any(axis=-1) & (nodes.depth < nodes.count)
-      ),
+      healthy=~jnp.any(jnp.isnan(logits).any(axis=-1) & (nodes.depth < count)),
     )
     return _pad_nodes(verified, size, pad_to)
 

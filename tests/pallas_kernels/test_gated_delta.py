@@ -65,6 +65,16 @@ class GatedDeltaTest(parameterized.TestCase):
     np.testing.assert_allclose(outputs, expected, atol=TOLERANCE)
     np.testing.assert_allclose(last, expected_last, atol=TOLERANCE)
 
+  @parameterized.parameters(1, 2, 3)
+  def test_one_token(self, repeat):
+    tokens, state = inputs(np.random.default_rng(0), 1, repeat=repeat)
+    outputs, last = gated_delta.one_token(*tokens, state)
+    expected, expected_last = recurrence(tokens, state)
+    np.testing.assert_allclose(outputs, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(last, expected_last, atol=TOLERANCE)
+    _, same = chunk_prefill(*tokens, state, jnp.int32(0))
+    np.testing.assert_array_equal(same, state)
+
   @parameterized.product(repeat=(1, 2, 3), size=(1, 6, 16))
   def test_tree_verify_and_commit(self, repeat, size):
     """Each node's output is its own path's; so is each committed state."""
