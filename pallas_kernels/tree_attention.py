@@ -5,9 +5,16 @@ committed length, and [nodes, nodes], masked to ancestors-or-self. No mask has
 the length of the context.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import dispatch
 
 _MASKED = -1e30
 """Score of an invisible position: finite, so that no row turns into NaN."""
@@ -23,6 +30,8 @@ def tree_attention(
   mask: Bool[Array, "N N"],
   scale: float,
   first: Int[Array, ""] | int = 0,
+  *,
+  implementation: dispatch.Implementation = "reference",
 ) -> Float[Array, "N H D"]:
   """Softmax attention of each node over prefix [0, length) and ancestors.
 
@@ -36,10 +45,16 @@ def tree_attention(
     mask: mask[i, j] is True where j is i or an ancestor of i.
     scale: factor on q k^T.
     first: first visible row of the prefix (a sliding window's edge).
+    implementation: the kernel takes bfloat16 and float32.
 
   Returns:
     Attention outputs [N, H, D] in the dtype of q.
   """
+  if implementation != "reference":
+    return _tree_attention_kernel(
+      q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,
+      implementation,
+    )  # fmt: skip
   n, heads, dim = q.shape
   kv_heads, capacity, _ = k_prefix.shape
   acc = jnp.promote_types(q.dtype, jnp.float32)
@@ -70,3 +85,161 @@ def tree_attention(
   out += einsum("kgnm,mkd->kgnd", nodes.astype(v_nodes.dtype), v_nodes)
   out = jnp.moveaxis(out / total[..., None], 2, 0)
   return out.reshape(n, heads, dim).astype(q.dtype)
+
+
+BLOCK = 64
+"""Rows of the prefix that a program reads at a time."""
+
+PROGRAMS = 128
+"""About one per multiprocessor: the prefix is cut so that so many run."""
+
+
+ROWS = 128
+"""Query rows (nodes x heads of a group) of a program at most."""
+
+
+def _power_of_two(n: int) -> int:
+  return max(16, 1 << (n - 1).bit_length())
+
+
+def _program(
+  q_ref,
+  k_nodes_ref,
+  v_nodes_ref,
+  k_ref,
+  v_ref,
+  bounds_ref,
+  mask_ref,
+  out_ref,
+  top_ref,
+  total_ref,
+  *,
+  scale,
+  splits,
+  precision,
+):
+  """One key head, some query rows; one part of the prefix, or the nodes.
+
+  Leaves sum exp(score - top) v, top and sum exp(score - top) of its part.
+  """
+  part = pl.program_id(2)
+  first, length = bounds_ref[0], bounds_ref[1]
+  q = q_ref[...]  # [rows, D]
+  rows, dim = q.shape
+  capacity = k_ref.shape[0]
+  dot = functools.partial(
+    jnp.dot, precision=precision, preferred_element_type=jnp.float32
+  )
+
+  def scores_of(keys, visible):
+    return jnp.where(visible, dot(q, keys.T) * scale, _MASKED)
+
+  def weigh(scores, visible, top):
+    # Where a row sees nothing at all, its top is that of a masked score.
+    return jnp.where(visible, jnp.exp(scores - top[:, None]), 0.0)
+
+  @pl.when(part < splits)
+  def _():
+    blocks = pl.cdiv(jnp.maximum(length - first, 0), BLOCK * splits)
+    begin = first + part * blocks * BLOCK
+
+    def body(i, carry):
+      top, total, out = carry
+      index = begin + i * BLOCK + lax.iota(jnp.int32, BLOCK)
+      inside = index < length
+      index = jnp.minimum(index, capacity - 1)
+      keys, values = k_ref[index, :], v_ref[index, :]
+      visible = jnp.broadcast_to(inside[None, :], (rows, BLOCK))
+      scores = scores_of(keys, visible)
+      higher = jnp.maximum(top, scores.max(axis=1))
+      shrink = jnp.exp(top - higher)
+      weights = weigh(scores, visible, higher)
+      out = out * shrink[:, None] + dot(weights.astype(values.dtype), values)
+      return higher, total * shrink + weights.sum(axis=1), out
+
+    start = (
+      jnp.full((rows,), _MASKED, jnp.float32),
+      jnp.zeros((rows,), jnp.float32),
+      jnp.zeros((rows, dim), jnp.float32),
+    )
+    top, total, out = lax.fori_loop(0, blocks, body, start)
+    top_ref[...], total_ref[...], out_ref[...] = top, total, out
+
+  @pl.when(part == splits)
+  def _():
+    visible = mask_ref[...] != 0
+    values = v_nodes_ref[...]
+    scores = scores_of(k_nodes_ref[...], visible)
+    top = scores.max(axis=1)
+    weights = weigh(scores, visible, top)
+    top_ref[...], total_ref[...] = top, weights.sum(axis=1)
+    out_ref[...] = dot(weights.astype(values.dtype), values)
+
+
+def _tree_attention_kernel(
+  q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,
+  implementation,
+):  # fmt: skip
+  if q.dtype not in (jnp.bfloat16, jnp.float32):
+    raise ValueError(f"tree_attention's kernel does not take {q.dtype}")
+  n, heads, dim = q.shape
+  kv_heads, capacity, _ = k_prefix.shape
+  group = heads // kv_heads
+  rows, nodes = _power_of_two(n * group), _power_of_two(n)
+  tile = min(rows, ROWS)
+  splits = min(max(1, PROGRAMS // kv_heads), -(-capacity // BLOCK))
+
+  def heads_first(x, pad_to):
+    x = jnp.swapaxes(x, 0, 1)
+    return jnp.pad(x, ((0, 0), (0, pad_to - x.shape[1]), (0, 0)))
+
+  q = q.reshape(n, kv_heads, group, dim).swapaxes(1, 2)
+  q = heads_first(q.reshape(n * group, kv_heads, dim), rows)
+  k_nodes, v_nodes = heads_first(k_nodes, nodes), heads_first(v_nodes, nodes)
+  mask = jnp.repeat(mask.astype(jnp.int32), group, axis=0)
+  mask = jnp.pad(mask, ((0, rows - n * group), (0, nodes - n)))
+  bounds = jnp.stack([jnp.asarray(first, jnp.int32), length.astype(jnp.int32)])
+
+  def of_head(*shape):
+    return pl.BlockSpec((None, *shape), lambda head, row, part: (head, 0, 0))
+
+  def of_part(*shape):
+    zeros = (0,) * (len(shape) - 1)
+    return pl.BlockSpec(
+      (None, None, *shape), lambda head, row, part: (head, part, row, *zeros)
+    )
+
+  parts = (kv_heads, splits + 1, rows)
+  out, top, total = pl.pallas_call(
+    functools.partial(
+      _program,
+      scale=scale,
+      splits=splits,
+      precision=None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
+    ),
+    grid=(kv_heads, rows // tile, splits + 1),
+    in_specs=[
+      pl.BlockSpec((None, tile, dim), lambda head, row, part: (head, row, 0)),
+      of_head(nodes, dim),
+      of_head(nodes, dim),
+      of_head(capacity, dim),
+      of_head(capacity, dim),
+      pl.BlockSpec((2,), lambda head, row, part: (0,)),
+      pl.BlockSpec((tile, nodes), lambda head, row, part: (row, 0)),
+    ],
+    out_specs=[of_part(tile, dim), of_part(tile), of_part(tile)],
+    out_shape=[
+      jax.ShapeDtypeStruct((*parts, dim), jnp.float32),
+      jax.ShapeDtypeStruct(parts, jnp.float32),
+      jax.ShapeDtypeStruct(parts, jnp.float32),
+    ],
+    compiler_params=pltriton.CompilerParams(
+      num_warps=4 if tile <= 32 else 8, num_stages=2
+    ),
+    interpret=implementation == "interpret",
+    name="tree_attention",
+  )(q, k_nodes, v_nodes, k_prefix, v_prefix, bounds, mask)
+  weight = jnp.exp(top - top.max(axis=1, keepdims=True))
+  out = (out * weight[..., None]).sum(1) / (total * weight).sum(1)[..., None]
+  out = out[:, : n * group].reshape(kv_heads, n, group, dim)
+  return jnp.swapaxes(out, 0, 1).reshape(n, heads, dim).astype(v_nodes.dtype)

@@ -1,0 +1,116 @@
+"""The tree-attention kernel: its arithmetic interpreted, and its lowering."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import tree_attention
+from tests import trees
+from tests.pallas_kernels import lowering
+
+interpreted = jax.jit(
+  functools.partial(tree_attention.tree_attention, implementation="interpret"),
+  static_argnames=("scale",),
+)
+SCALE = 0.3
+
+
+def arguments(rng, n, kv_heads, group, capacity, dim=16):
+  return (
+    rng.normal(size=(n, kv_heads * group, dim)),
+    rng.normal(size=(n, kv_heads, dim)),
+    rng.normal(size=(n, kv_heads, dim)),
+    rng.normal(size=(kv_heads, capacity, dim)),
+    rng.normal(size=(kv_heads, capacity, dim)),
+  )
+
+
+class AttentionKernelTest(parameterized.TestCase):
+  def check(self, arrays, length, mask, first, dtype, tolerance):
+    rounded = [np.asarray(jnp.asarray(x, dtype), float) for x in arrays]
+    with jax.enable_x64(True):
+      wide = [*(jnp.asarray(x) for x in rounded), jnp.int32(length), mask]
+      expected = tree_attention.tree_attention(*wide, scale=SCALE, first=first)
+    narrow = [*(jnp.asarray(x, dtype) for x in arrays), jnp.int32(length), mask]
+    found = interpreted(*narrow, scale=SCALE, first=jnp.int32(first))
+    self.assertEqual(found.dtype, dtype)
+    np.testing.assert_allclose(
+      np.asarray(found, float), expected, atol=tolerance, rtol=tolerance
+    )
+
+  @parameterized.parameters(
+    # nodes, length, first, capacity
+    (1, 0, 0, 70),
+    (1, 300, 0, 301),
+    (6, 129, 0, 200),
+    (17, 200, 150, 217),
+    (64, 65, 64, 129),
+  )
+  def test_against_the_reference_in_float64(self, n, length, first, capacity):
+    rng = np.random.default_rng(n)
+    for group in (1, 3):
+      arrays = arguments(rng, n, 2, group, capacity)
+      for parents in (list(range(-1, n - 1)), trees.random_parents(rng, n)):
+        mask = jnp.asarray(trees.mask_of(parents))
+        self.check(arrays, length, mask, first, jnp.float32, 3e-6)
+
+  def test_bfloat16(self):
+    rng = np.random.default_rng(0)
+    arrays = arguments(rng, 16, 2, 6, 200)
+    mask = jnp.asarray(trees.mask_of(trees.random_parents(rng, 16)))
+    self.check(arrays, 150, mask, 0, jnp.bfloat16, 2e-2)
+
+  def test_rows_behind_the_length_do_not_matter(self):
+    rng = np.random.default_rng(0)
+    q, k, v, k_prefix, v_prefix = (
+      x.astype(np.float32) for x in arguments(rng, 5, 2, 2, 150)
+    )
+    mask = jnp.asarray(trees.mask_of([-1, 0, 0, 1, 2]))
+
+    def attend():
+      arrays = (q, k, v, k_prefix, v_prefix)
+      return interpreted(*arrays, jnp.int32(70), mask, scale=SCALE)
+
+    clean = attend()
+    k_prefix[:, 70:], v_prefix[:, 70:] = 1e4, -1e4
+    dirty = attend()
+    np.testing.assert_array_equal(clean, dirty)
+
+  @parameterized.product(gpu=tuple(lowering.GPUS), nodes=(1, 16, 64))
+  def test_lowers_at_27b_shapes(self, gpu, nodes):
+    def shape(*dims, dtype=jnp.bfloat16):
+      return jax.ShapeDtypeStruct(dims, dtype)
+
+    def attend(q, k, v, k_prefix, v_prefix, length, mask):
+      return tree_attention.tree_attention(
+        q, k, v, k_prefix, v_prefix, length, mask, 256**-0.5,
+        implementation="triton",
+      )  # fmt: skip
+
+    text = lowering.lower(
+      attend,
+      gpu,
+      shape(nodes, 24, 256),
+      shape(nodes, 4, 256),
+      shape(nodes, 4, 256),
+      shape(4, 1296, 256),
+      shape(4, 1296, 256),
+      shape(dtype=jnp.int32),
+      shape(nodes, nodes, dtype=jnp.bool_),
+    )
+    self.assertIn("__gpu$xla.gpu.triton", text)
+
+  def test_float64_is_refused(self):
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+      arrays = [jnp.asarray(x) for x in arguments(rng, 2, 1, 1, 9)]
+      mask = jnp.asarray(trees.mask_of([-1, 0]))
+      with self.assertRaisesRegex(ValueError, "does not take float64"):
+        interpreted(*arrays, length=jnp.int32(4), mask=mask, scale=SCALE)
+
+
+if __name__ == "__main__":
+  absltest.main()
