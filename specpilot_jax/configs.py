@@ -359,10 +359,10 @@ def _presets() -> dict[str, ModelConfig]:
     # power of two, for checks of widening on a CPU.
     _hybrid(
       "hybrid-1280",
-      layers=16,
+      layers=12,
       gdn_heads=(4, 12),
       hidden_size=1280,
-      intermediate_size=2176,
+      intermediate_size=1088,
       num_heads=12,
       num_kv_heads=2,
       tie_embeddings=False,

@@ -220,7 +220,7 @@ PRESETS: dict[str, DrafterConfig] = {
     num_heads=8,
     num_kv_heads=2,
     mask_token_id=3,
-    target_layers=(1, 5, 9, 12, 14),
+    target_layers=(1, 5, 8, 9, 10),
     sliding_window=384,
   ),
 }
