@@ -295,11 +295,15 @@ def _check(c: ModelConfig) -> None:
 
 def _hybrid(name, *, layers, gdn_heads, **kwargs) -> ModelConfig:
   """A preset of the Qwen3.5 family: three GDN layers, then one attention."""
+  published: dict[str, Any] = dict(
+    vocab_size=248320,
+    tokenizer_size=248077,
+    context_length=262144,
+    eos_token_ids=(248046, 248044),
+  )
   return ModelConfig(
     name=name,
     family="qwen3_5",
-    vocab_size=248320,
-    tokenizer_size=248077,
     layer_types=tuple(
       ATTENTION if (i + 1) % 4 == 0 else GDN for i in range(layers)
     ),
@@ -307,7 +311,6 @@ def _hybrid(name, *, layers, gdn_heads, **kwargs) -> ModelConfig:
     rotary_dim=64,
     rope_theta=1e7,
     norm_eps=1e-6,
-    context_length=262144,
     qk_norm=True,
     attention_gate=True,
     zero_centered_norm=True,
@@ -316,8 +319,7 @@ def _hybrid(name, *, layers, gdn_heads, **kwargs) -> ModelConfig:
     gdn_key_head_dim=128,
     gdn_value_head_dim=128,
     gdn_conv_kernel=4,
-    eos_token_ids=(248046, 248044),
-    **kwargs,
+    **(published | kwargs),
   )
 
 
@@ -352,6 +354,22 @@ def _presets() -> dict[str, ModelConfig]:
       num_heads=8,
       num_kv_heads=2,
       tie_embeddings=True,
+    ),
+    # No published model: between the zoo and the 27B, each width by another
+    # power of two, for checks of widening on a CPU.
+    _hybrid(
+      "hybrid-1280",
+      layers=12,
+      gdn_heads=(4, 12),
+      hidden_size=1280,
+      intermediate_size=1088,
+      num_heads=12,
+      num_kv_heads=2,
+      tie_embeddings=False,
+      vocab_size=6144,
+      tokenizer_size=4096,
+      context_length=8192,
+      eos_token_ids=(0,),
     ),
     ModelConfig(
       name="Qwen3-8B",
@@ -401,7 +419,8 @@ def _presets() -> dict[str, ModelConfig]:
 
 
 PRESETS: dict[str, ModelConfig] = _presets()
-"""Published shapes by name; sources in each model's own `config.json`."""
+"""Shapes by name, all but hybrid-1280 published; their sources are the models'
+own `config.json`."""
 
 
 def preset(name: str) -> ModelConfig:

@@ -18,8 +18,8 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
 _MODEL = flags.DEFINE_string(
-  "model", "zoo", "zoo, smollm2, a Hugging Face folder, a .gguf file or an"
-  " Orbax folder.",
+  "model", "zoo", "zoo, smollm2, widened:PRESET (the zoo at a big model's"
+  " shape), a Hugging Face folder, a .gguf file or an Orbax folder.",
 )  # fmt: skip
 _DRAFTER = flags.DEFINE_string(
   "drafter",

@@ -12,12 +12,15 @@ from specpilot_jax.checkpoints import (
   ZOO,
   Checkpoint,
   load_checkpoint,
+  widened,
 )
+from specpilot_jax.checkpoints import drafter as drafter_lib
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.dflash import DFlashDrafter
 from specpilot_jax.tokenizer import Tokenizer
 from specpilot_jax.zoo import store
 
@@ -89,11 +92,21 @@ def load_target(
   """Loads a checkpoint and builds the target.
 
   Args:
-    name_or_path: see `checkpoints.load_checkpoint`.
+    name_or_path: see `checkpoints.load_checkpoint`; or `widened:PRESET`, the
+      zoo at the shape of a big model (`checkpoints.widened`).
     dtype: `bfloat16`, `float32` or `float64`; `default_dtype()` by default.
   """
   if not str(name_or_path):
     raise SpecPilotError("the name or path of the model is empty")
+  if widened.is_widened(str(name_or_path)):
+    name = str(name_or_path)
+    target, zoo = widened.target(name, dtype or default_dtype())
+    return LoadedModel(
+      target=target,
+      tokenizer=zoo.tokenizer,
+      notes=(*zoo.notes, widened.note(name)),
+      sha256=dict(zoo.sha256),
+    )
   checkpoint: Checkpoint = load_checkpoint(name_or_path)
   return LoadedModel(
     target=target_lib.build(
@@ -107,7 +120,8 @@ def load_target(
 
 def default_drafter(config: ModelConfig) -> str:
   """`dflash` where the model has its own, else `prompt_lookup`."""
-  return "dflash" if config.name in _OWN_DRAFTERS else "prompt_lookup"
+  own = config.name in _OWN_DRAFTERS or widened.is_widened(config.name)
+  return "dflash" if own else "prompt_lookup"
 
 
 def make_drafter(
@@ -130,6 +144,9 @@ def make_drafter(
   if target is None:
     raise SpecPilotError(f"drafter {str(name)!r} needs its target")
   folder = pathlib.Path(name)
+  if name == "dflash" and widened.is_widened(target.config.name):
+    model = widened.drafter(target.config.name, str(target.dtype))
+    return DFlashDrafter(model, target)
   if name == "dflash":
     if target.config.name not in _OWN_DRAFTERS:
       raise SpecPilotError(
@@ -142,10 +159,6 @@ def make_drafter(
       f"drafter {str(name)!r} is neither a known name"
       f" ({', '.join(DRAFTERS)}) nor a folder"
     )
-  # Imported on use: most deployments have no learned drafter.
-  from specpilot_jax.checkpoints import drafter as drafter_lib
-  from specpilot_jax.models.drafters.dflash import DFlashDrafter
-
   model = drafter_lib.load(folder, str(target.dtype))
   return DFlashDrafter(model, target)
 

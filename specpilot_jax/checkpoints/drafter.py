@@ -89,6 +89,12 @@ def save(folder: str | os.PathLike[str], model: DFlash) -> None:
     (staging / CONFIG).write_text(text)
 
 
+def load_config(folder: str | os.PathLike[str]) -> DrafterConfig:
+  """A drafter's shape; raises as `load` does."""
+  folder = pathlib.Path(folder)
+  return DrafterConfig.from_hf(common.read_json(folder / CONFIG), folder.name)
+
+
 def load(folder: str | os.PathLike[str], dtype: str) -> DFlash:
   """Loads a DFlash drafter.
 
@@ -101,7 +107,7 @@ def load(folder: str | os.PathLike[str], dtype: str) -> DFlash:
       of the wrong shape or dtype, or not finite.
   """
   folder = pathlib.Path(folder)
-  config = DrafterConfig.from_hf(common.read_json(folder / CONFIG), folder.name)
+  config = load_config(folder)
   path = folder / WEIGHTS
   if not path.is_file():
     raise SpecPilotError(f"{folder}: {WEIGHTS} is missing")

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from specpilot_jax import configs
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.models import attention, gated_delta, layers
+from specpilot_jax.models import assembly, attention, gated_delta, layers
 from specpilot_jax.models.state import LayerStash, Nodes, TargetState
 
 
@@ -122,29 +122,54 @@ class Target(nnx.Module):
     return out
 
 
-def _name(path) -> str:
-  return ".".join(str(part) for part in path)
+def _make(config: configs.ModelConfig, dtype):
+  return lambda: Target(config, dtype, nnx.Rngs(0))
 
 
-def _abstract(config: configs.ModelConfig, dtype):
-  return nnx.eval_shape(lambda: Target(config, dtype, nnx.Rngs(0)))
-
-
-def _flat_state(target) -> dict[str, nnx.Variable]:
-  _, state = nnx.split(target)
-  return {_name(path): leaf for path, leaf in nnx.to_flat_state(state)}
+def structs(
+  config: configs.ModelConfig, dtype
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shape and dtype of every parameter of a target built in `dtype`."""
+  return assembly.structs(_make(config, dtype))
 
 
 def parameter_shapes(config: configs.ModelConfig) -> dict[str, tuple[int, ...]]:
   """Names and shapes of all parameters, in a fixed order."""
-  flat = _flat_state(_abstract(config, jnp.float32))
-  return {name: tuple(leaf.shape) for name, leaf in sorted(flat.items())}
+  return {
+    name: tuple(leaf.shape)
+    for name, leaf in structs(config, jnp.float32).items()
+  }
 
 
 def parameters(target: Target) -> dict[str, Array]:
   """The parameters of a built target, by the names of `parameter_shapes`."""
-  flat = _flat_state(target)
-  return {name: leaf[...] for name, leaf in sorted(flat.items())}
+  return assembly.parameters(target)
+
+
+def assemble(
+  config: configs.ModelConfig, arrays: Mapping[str, Array], dtype
+) -> Target:
+  """A target around arrays that are on the device already; nothing is copied.
+
+  Args:
+    config: the model.
+    arrays: as `structs(config, dtype)` says; not checked for NaN or infinity.
+    dtype: of activations and weights.
+
+  Raises:
+    SpecPilotError: a missing or extra name, a wrong shape or dtype.
+  """
+  return assembly.assemble(config.name, _make(config, dtype), arrays)
+
+
+def check_dtype(dtype: str) -> None:
+  """Refuses a dtype that no model is built in, or not in this process."""
+  if dtype not in configs.DTYPES:
+    raise SpecPilotError(
+      f"dtype {dtype!r} is not one of {', '.join(configs.DTYPES)}"
+    )
+  if dtype == "float64" and not jax.config.read("jax_enable_x64"):
+    raise SpecPilotError("dtype float64 needs jax_enable_x64=True")
 
 
 def build(
@@ -162,38 +187,23 @@ def build(
     SpecPilotError: a missing or extra name, a wrong shape, a value that is not
       finite, an unknown dtype.
   """
-  if dtype not in configs.DTYPES:
-    raise SpecPilotError(
-      f"dtype {dtype!r} is not one of {', '.join(configs.DTYPES)}"
-    )
-  if dtype == "float64" and not jax.config.read("jax_enable_x64"):
-    raise SpecPilotError("dtype float64 needs jax_enable_x64=True")
-  abstract = _abstract(config, jnp.dtype(dtype))
-  graphdef, state = nnx.split(abstract)
-  flat = nnx.to_flat_state(state)
-  wanted = {_name(path): leaf for path, leaf in flat}
-  for name in wanted:
-    if name not in params:
-      raise SpecPilotError(f"{config.name}: parameter {name!r} is missing")
-  for name in params:
-    if name not in wanted:
-      raise SpecPilotError(f"{config.name}: unknown parameter {name!r}")
-  leaves = []
-  for path, leaf in flat:
-    name = _name(path)
+  check_dtype(dtype)
+  wanted = structs(config, jnp.dtype(dtype))
+  assembly.check_names(config.name, wanted, params)
+  arrays = {}
+  for name, leaf in wanted.items():
     value = np.asarray(params[name])
     if value.shape != tuple(leaf.shape):
       raise SpecPilotError(
         f"{config.name}: parameter {name!r} has shape {value.shape}, expected"
         f" {tuple(leaf.shape)}"
       )
-    array = jnp.asarray(value).astype(leaf.dtype)
-    if not bool(jnp.isfinite(array).all()):
+    arrays[name] = jnp.asarray(value).astype(leaf.dtype)
+    if not bool(jnp.isfinite(arrays[name]).all()):
       raise SpecPilotError(
         f"{config.name}: parameter {name!r} holds NaN or infinity"
       )
-    leaves.append((path, leaf.replace(array)))
-  return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+  return assemble(config, arrays, jnp.dtype(dtype))
 
 
 def random_params(

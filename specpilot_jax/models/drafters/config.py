@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from specpilot_jax import configs
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 
@@ -184,3 +185,43 @@ class DrafterConfig:
         "mask_token_id": self.mask_token_id,
       },
     }
+
+
+def _dflash(target: str, **shape: Any) -> DrafterConfig:
+  """A preset: block 16 and heads of 128, four query heads per kv head."""
+  config = configs.PRESETS[target]
+  return DrafterConfig(
+    name=f"{target}-DFlash",
+    vocab_size=config.vocab_size,
+    hidden_size=config.hidden_size,
+    intermediate_size=config.intermediate_size,
+    head_dim=128,
+    rope_theta=config.rope_theta,
+    norm_eps=config.norm_eps,
+    block_size=16,
+    num_target_layers=config.num_layers,
+    **shape,
+  )
+
+
+PRESETS: dict[str, DrafterConfig] = {
+  "Qwen3.8-27B": _dflash(
+    "Qwen3.8-27B",
+    num_layers=5,
+    num_heads=32,
+    num_kv_heads=8,
+    mask_token_id=248070,
+    target_layers=(5, 19, 33, 47, 61),
+    sliding_window=2048,
+  ),
+  "hybrid-1280": _dflash(
+    "hybrid-1280",
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    mask_token_id=3,
+    target_layers=(1, 5, 8, 9, 10),
+    sliding_window=384,
+  ),
+}
+"""DFlash drafters by the preset of their target (`configs.PRESETS`)."""

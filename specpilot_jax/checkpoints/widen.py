@@ -1,0 +1,554 @@
+"""A small hybrid and its DFlash drafter at the shapes of a big one.
+
+Widening by replication keeps the function. The wide residual stream is `r`
+copies of the small one, [copy 0 | copy 1 | ...], and so are heads and MLP
+units; a matrix that reads copies is divided by their number, which is exact
+in bfloat16 as every number of copies is a power of two. Layers beyond the
+small model's have random weights whose outputs are damped below what a
+residual stream keeps. Bytes, operations and kernels are those of the wide
+shape; tokens and acceptance those of the small, trained model.
+
+Weights are computed where they are used, tensor by tensor from the small
+tensor and a counter-based hash: nothing of the wide model crosses from the
+host, and no intermediate has the size of a wide tensor. Tensors of one shape
+share an executable.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array
+
+from specpilot_jax import configs
+from specpilot_jax.configs import ModelConfig
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import assembly
+from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters.dflash import DFlash
+
+DAMPING = 2.0**-40
+"""On the writers of extra layers: lost in any bfloat16 sum, and yet normal
+numbers in an ordinary range of exponents."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratios:
+  """Copies of each width: wide over small, all powers of two."""
+
+  hidden: int
+  mlp: int
+  attention: int
+  gdn: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+  """How a wide tensor is made of a small one.
+
+  Attributes:
+    rows: small row of each wide row.
+    columns: small column of each wide column; None keeps what is behind the
+      first axis.
+    copies: of what its columns read: the divisor.
+    writes: whether it writes the residual stream.
+    matrix: whether an extra layer draws it at random; all else of an extra
+      layer is that of a small one.
+  """
+
+  rows: np.ndarray
+  columns: np.ndarray | None = None
+  copies: int = 1
+  writes: bool = False
+
+  @property
+  def matrix(self) -> bool:
+    return self.columns is not None
+
+
+def tiled(*blocks: tuple[int, int]) -> np.ndarray:
+  """Small index of each wide one: blocks of (small size, copies), in turn.
+
+  Fused tensors are tiled block by block: [q | k] becomes [q q | k k].
+  """
+  start, parts = 0, []
+  for size, copies in blocks:
+    parts.append(
+      np.tile(np.arange(start, start + size, dtype=np.int32), copies)
+    )
+    start += size
+  return np.concatenate(parts)
+
+
+def _reader(rows: np.ndarray, residual: int, r: Ratios) -> Spread:
+  return Spread(rows, tiled((residual, r.hidden)), r.hidden)
+
+
+def _writer(residual: int, columns: int, copies: int, r: Ratios) -> Spread:
+  return Spread(
+    tiled((residual, r.hidden)), tiled((columns, copies)), copies, writes=True
+  )
+
+
+def _same(size: int) -> Spread:
+  return Spread(tiled((size, 1)))
+
+
+def _attention(c: ModelConfig, r: Ratios) -> dict[str, Spread]:
+  queries = c.num_heads * c.head_dim
+  rows = queries * (2 if c.attention_gate else 1)
+  kv = c.num_kv_heads * c.head_dim
+  heads = tiled((rows, r.attention), (kv, r.attention), (kv, r.attention))
+  table = {
+    "qkv.weight": _reader(heads, c.hidden_size, r),
+    "o_proj.weight": _writer(c.hidden_size, queries, r.attention, r),
+  }
+  if c.qk_norm:
+    table |= {f"{name}_norm.weight": _same(c.head_dim) for name in "qk"}
+  return table
+
+
+def _gated_delta(c: ModelConfig, r: Ratios) -> dict[str, Spread]:
+  keys, values, heads = c.gdn_key_dim, c.gdn_value_dim, c.gdn_num_value_heads
+  qkv = ((keys, r.gdn), (keys, r.gdn), (values, r.gdn))
+  rest = ((values, r.gdn), (heads, r.gdn), (heads, r.gdn))  # z, b, a
+  return {
+    "in_proj.weight": _reader(tiled(*qkv, *rest), c.hidden_size, r),
+    "conv_weight": Spread(tiled(*qkv)),
+    "a_log": Spread(tiled((heads, r.gdn))),
+    "dt_bias": Spread(tiled((heads, r.gdn))),
+    "norm.weight": _same(c.gdn_value_head_dim),
+    "out_proj.weight": _writer(c.hidden_size, values, r.gdn, r),
+  }
+
+
+def _around(hidden: int, units: int, r: Ratios) -> dict[str, Spread]:
+  """What every layer has around its mixer."""
+  gate_up = tiled((units, r.mlp), (units, r.mlp))
+  return {
+    "input_norm.weight": Spread(tiled((hidden, r.hidden))),
+    "post_norm.weight": Spread(tiled((hidden, r.hidden))),
+    "mlp.gate_up.weight": _reader(gate_up, hidden, r),
+    "mlp.down.weight": _writer(hidden, units, r.mlp, r),
+  }
+
+
+def target_layer(c: ModelConfig, kind: str, r: Ratios) -> dict[str, Spread]:
+  """Every parameter of a target layer, by its name within the layer."""
+  mixer = (_gated_delta if kind == configs.GDN else _attention)(c, r)
+  table = {f"mixer.{name}": spread for name, spread in mixer.items()}
+  return table | _around(c.hidden_size, c.intermediate_size, r)
+
+
+def drafter_layer(c: DrafterConfig, r: Ratios) -> dict[str, Spread]:
+  """Every parameter of a DFlash layer, by its name within the layer."""
+  d, queries = c.hidden_size, c.num_heads * c.head_dim
+  kv = (c.num_kv_heads * c.head_dim, r.attention)
+  return {
+    "attention.q_proj.weight": _reader(tiled((queries, r.attention)), d, r),
+    "attention.kv_proj.weight": _reader(tiled(kv, kv), d, r),
+    "attention.o_proj.weight": _writer(d, queries, r.attention, r),
+    "attention.q_norm.weight": _same(c.head_dim),
+    "attention.k_norm.weight": _same(c.head_dim),
+  } | _around(d, c.intermediate_size, r)
+
+
+def drafter_ends(c: DrafterConfig, r: Ratios) -> dict[str, Spread]:
+  """A drafter's parameters outside its layers."""
+  d = c.hidden_size
+  residual = tiled((d, r.hidden))
+  taps = tiled(*[(d, r.hidden)] * len(c.target_layers))
+  return {
+    "fc.weight": Spread(residual, taps, r.hidden),
+    "hidden_norm.weight": Spread(residual),
+    "norm.weight": Spread(residual),
+  }
+
+
+def _ratio(names: str, field: str, small: int, wide: int) -> int:
+  """Wide over small; refused unless it is a power of two."""
+  ratio, rest = divmod(wide, small)
+  if rest or ratio < 1 or ratio & (ratio - 1):
+    raise SpecPilotError(
+      f"{names}: {field} {small} to {wide} is not a power of two times wider"
+    )
+  return ratio
+
+
+def _equal(names: str, small, wide, fields: Sequence[str]) -> None:
+  for field in fields:
+    own, other = getattr(small, field), getattr(wide, field)
+    if own != other:
+      raise SpecPilotError(
+        f"{names}: {field} is {own} in one and {other} in the other; widening"
+        " keeps it"
+      )
+
+
+def _heads(names, small, wide, many: str, few: str) -> int:
+  """Copies of whole groups: heads `many` that share one of `few`."""
+  groups = [getattr(c, many) // getattr(c, few) for c in (small, wide)]
+  if groups[0] != groups[1]:
+    raise SpecPilotError(
+      f"{names}: {many} to {few} is {groups[0]}:1 in one and {groups[1]}:1 in"
+      " the other; widening copies whole groups"
+    )
+  return _ratio(names, few, getattr(small, few), getattr(wide, few))
+
+
+def target_ratios(small: ModelConfig, wide: ModelConfig) -> Ratios:
+  """Copies of each width.
+
+  Raises:
+    SpecPilotError: a shape that is no power-of-two widening of the small one,
+      equations that differ, a tied wide model, too small a vocabulary.
+  """
+  names = f"{small.name} to {wide.name}"
+  _equal(
+    names,
+    small,
+    wide,
+    (
+      "family", "head_dim", "rotary_dim", "rope_theta", "norm_eps", "qk_norm",
+      "attention_gate", "zero_centered_norm",
+    ),
+  )  # fmt: skip
+  if wide.tie_embeddings:
+    raise SpecPilotError(
+      f"{names}: {wide.name} ties its embeddings; a wide lm_head is divided and"
+      " its embedding is not"
+    )
+  if wide.vocab_size < small.vocab_size:
+    raise SpecPilotError(
+      f"{names}: the vocabulary of {wide.vocab_size} is smaller than"
+      f" {small.vocab_size}"
+    )
+  gdn = 1
+  if configs.GDN in small.layer_types + wide.layer_types:
+    fields = ("gdn_key_head_dim", "gdn_value_head_dim", "gdn_conv_kernel")
+    _equal(names, small, wide, fields)
+    gdn = _heads(names, small, wide, "gdn_num_value_heads", "gdn_num_key_heads")
+  return Ratios(
+    hidden=_ratio(names, "hidden_size", small.hidden_size, wide.hidden_size),
+    mlp=_ratio(
+      names,
+      "intermediate_size",
+      small.intermediate_size,
+      wide.intermediate_size,
+    ),
+    attention=_heads(names, small, wide, "num_heads", "num_kv_heads"),
+    gdn=gdn,
+  )
+
+
+def drafter_ratios(small: DrafterConfig, wide: DrafterConfig) -> Ratios:
+  """Copies of each width; raises as `target_ratios` does."""
+  names = f"{small.name} to {wide.name}"
+  fields = ("head_dim", "rope_theta", "norm_eps", "block_size")
+  _equal(names, small, wide, fields)
+  if len(small.target_layers) != len(wide.target_layers):
+    raise SpecPilotError(
+      f"{names}: {len(small.target_layers)} taps cannot stand for"
+      f" {len(wide.target_layers)}"
+    )
+  return Ratios(
+    hidden=_ratio(names, "hidden_size", small.hidden_size, wide.hidden_size),
+    mlp=_ratio(
+      names,
+      "intermediate_size",
+      small.intermediate_size,
+      wide.intermediate_size,
+    ),
+    attention=_heads(names, small, wide, "num_heads", "num_kv_heads"),
+  )
+
+
+def placement(
+  small: Sequence[str],
+  wide: Sequence[str],
+  taps: Sequence[tuple[int, int]] = (),
+  names: str = "layers",
+) -> tuple[int, ...]:
+  """Wide index of each small layer: the first that fits.
+
+  A small layer lies at a wide layer of its own type, in order. A tap after
+  small layer s that a drafter reads after wide layer l asks that s lies at or
+  before l, and the small layer behind s after l.
+
+  Args:
+    small, wide: types of the layers.
+    taps: (s, l) for each tap.
+    names: for errors.
+
+  Raises:
+    SpecPilotError: there is no such placement.
+  """
+  placed: list[int] = []
+  for i, kind in enumerate(small):
+    above = max([-1, *placed[-1:], *(l for s, l in taps if s < i)])  # noqa: E741
+    at = next((j for j in range(above + 1, len(wide)) if wide[j] == kind), None)
+    if at is None:
+      raise SpecPilotError(
+        f"{names}: no {kind} layer after layer {above} of {len(wide)} is left"
+        f" for layer {i}"
+      )
+    placed.append(at)
+  for s, l in taps:  # noqa: E741
+    if placed[s] > l:
+      raise SpecPilotError(
+        f"{names}: a tap after layer {l} cannot see layer {s}, which lies at"
+        f" {placed[s]}"
+      )
+  return tuple(placed)
+
+
+def _hash(x: Array) -> Array:
+  """A bijection of 32-bit integers that mixes all bits ("lowbias32", from
+  Chris Wellons's search for integer hashes)."""
+  x ^= x >> 16
+  x *= np.uint32(0x7FEB352D)
+  x ^= x >> 15
+  x *= np.uint32(0x846CA68B)
+  return x ^ (x >> 16)
+
+
+def _normal(shape: tuple[int, ...], key: Array) -> Array:
+  """Standard normal float32 numbers, each a function of key and index alone.
+
+  Unlike the bits of a generator they need no memory: the compiler computes
+  them where they are used. The same on every device, up to rounding.
+  """
+  index = lax.broadcasted_iota(jnp.uint32, shape, 0) * np.uint32(shape[1])
+  index += lax.broadcasted_iota(jnp.uint32, shape, 1)
+  bits = _hash(_hash(index ^ key) + key)
+  # Odd multiples of 2^-24 in (-1, 1): symmetric, and never an end.
+  odd = 2 * (bits >> 8).astype(jnp.int32) + (1 - 2**24)
+  uniform = odd.astype(jnp.float32) * np.float32(2.0**-24)
+  return np.float32(2.0**0.5) * lax.erf_inv(uniform)
+
+
+def _deviation(small: Array) -> Array:
+  return jnp.sqrt(jnp.mean(jnp.square(small.astype(jnp.float32))))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _copied(small, rows, columns, scale, *, dtype):
+  """Rows and columns of `small`, times a power of two."""
+  if columns is not None:
+    small = jnp.take(small, columns, axis=1, mode="clip")
+  small = small.astype(dtype) * scale.astype(dtype)
+  return jnp.take(small, rows, axis=0, mode="clip")
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _drawn(small, scale, key, *, shape, dtype):
+  """Normal numbers with the deviation of `small` times `scale`."""
+  return (_normal(shape, key) * (_deviation(small) * scale)).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "dtype"))
+def _vocabulary(small, columns, scale, key, *, size, dtype):
+  """The rows of `small`, then random ones, `size` in all."""
+  wide = jnp.take(small, columns, axis=1, mode="clip")
+  wide = wide.astype(dtype) * scale.astype(dtype)
+  real = small.shape[0]
+  row = jnp.arange(size, dtype=jnp.int32)
+  drawn = _normal((size, columns.shape[0]), key) * (_deviation(small) * scale)
+  return jnp.where(
+    (row < real)[:, None],
+    jnp.take(wide, jnp.minimum(row, real - 1), axis=0, mode="clip"),
+    drawn.astype(dtype),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+  """Makes tensors of one wide model."""
+
+  small: Mapping[str, Array]
+  structs: Mapping[str, jax.ShapeDtypeStruct]
+  seed: int
+
+  def _key(self, name: str) -> np.uint32:
+    return np.uint32(zlib.crc32(f"{self.seed} {name}".encode()))
+
+  def copy(self, name: str, source: str, spread: Spread) -> Array:
+    return _copied(
+      self.small[source],
+      spread.rows,
+      spread.columns,
+      np.float32(1 / spread.copies),
+      dtype=self.structs[name].dtype,
+    )
+
+  def draw(self, name: str, source: str, spread: Spread) -> Array:
+    """Random, with activations of the small layer's size behind it."""
+    scale = spread.copies**-0.5 * (DAMPING if spread.writes else 1)
+    struct = self.structs[name]
+    return _drawn(
+      self.small[source],
+      np.float32(scale),
+      self._key(name),
+      shape=struct.shape,
+      dtype=struct.dtype,
+    )
+
+  def vocabulary(
+    self, name: str, source: str, columns: np.ndarray, scale: float
+  ) -> Array:
+    struct = self.structs[name]
+    return _vocabulary(
+      self.small[source],
+      columns,
+      np.float32(scale),
+      self._key(name),
+      size=struct.shape[0],
+      dtype=struct.dtype,
+    )
+
+  def layers(
+    self, kinds: Sequence[str], placed: Sequence[int], tables
+  ) -> Iterator[tuple[str, Array]]:
+    """Every layer of the wide model.
+
+    Args:
+      kinds: type of each wide layer.
+      placed: wide index of each small layer.
+      tables: type to its parameters.
+    """
+    origin = {wide: small for small, wide in enumerate(placed)}
+    model: dict[str, int] = {}  # a small layer of each type
+    for wide, small in origin.items():
+      model.setdefault(kinds[wide], small)
+    for i, kind in enumerate(kinds):
+      for suffix, spread in tables[kind].items():
+        name = f"layers.{i}.{suffix}"
+        if i in origin or not spread.matrix:
+          source = f"layers.{origin.get(i, model[kind])}.{suffix}"
+          yield name, self.copy(name, source, spread)
+        else:
+          source = f"layers.{model[kind]}.{suffix}"
+          yield name, self.draw(name, source, spread)
+
+
+def widened_target_config(small: ModelConfig, wide: ModelConfig) -> ModelConfig:
+  """The wide shape with what belongs to the text: tokens and context."""
+  return dataclasses.replace(
+    wide,
+    name=f"widened:{wide.name}",
+    tokenizer_size=small.valid_vocab,
+    context_length=small.context_length,
+    bos_token_id=small.bos_token_id,
+    eos_token_ids=small.eos_token_ids,
+  )
+
+
+def widen_target(
+  small: ModelConfig,
+  params: Mapping[str, np.ndarray | Array],
+  wide: ModelConfig,
+  seed: int = 0,
+  *,
+  taps: Sequence[tuple[int, int]] = (),
+  dtype: str = "bfloat16",
+) -> target_lib.Target:
+  """The function of a small target at the shape of a wide one.
+
+  Args:
+    small, params: the small target, as `target.build` takes it.
+    wide: the shape, which may have more layers and a larger vocabulary. Its
+      token ids and context length give way to the small target's.
+    seed: of the weights that are random: extra layers, and rows beyond the
+      small vocabulary, which are masked.
+    taps: (small layer, wide layer) of each tap of a drafter that is to be
+      widened too.
+    dtype: of the result.
+
+  Raises:
+    SpecPilotError: see `target_ratios` and `placement`.
+  """
+  target_lib.check_dtype(dtype)
+  ratios = target_ratios(small, wide)
+  names = f"{small.name} to {wide.name}"
+  placed = placement(small.layer_types, wide.layer_types, taps, names)
+  for kind in set(wide.layer_types) - set(small.layer_types):
+    raise SpecPilotError(
+      f"{names}: {small.name} has no {kind} layer that an extra one could be"
+      " like"
+    )
+  config = widened_target_config(small, wide)
+  maker = _Maker(
+    {name: jnp.asarray(value) for name, value in params.items()},
+    target_lib.structs(config, jnp.dtype(dtype)),
+    seed,
+  )
+  kinds = sorted(set(wide.layer_types))
+  tables = {kind: target_layer(small, kind, ratios) for kind in kinds}
+  residual = tiled((small.hidden_size, ratios.hidden))
+  head = "embed.weight" if small.tie_embeddings else "lm_head.weight"
+  arrays = dict(maker.layers(wide.layer_types, placed, tables))
+  arrays["norm.weight"] = maker.copy(
+    "norm.weight", "norm.weight", Spread(residual)
+  )
+  arrays["embed.weight"] = maker.vocabulary(
+    "embed.weight", "embed.weight", residual, 1
+  )
+  arrays["lm_head.weight"] = maker.vocabulary(
+    "lm_head.weight", head, residual, 1 / ratios.hidden
+  )
+  return target_lib.assemble(config, arrays, jnp.dtype(dtype))
+
+
+def drafter_taps(
+  small: DrafterConfig, wide: DrafterConfig
+) -> tuple[tuple[int, int], ...]:
+  """(small layer, wide layer) of each tap, for `widen_target`."""
+  drafter_ratios(small, wide)
+  return tuple(zip(small.target_layers, wide.target_layers, strict=True))
+
+
+def widen_drafter(
+  model: DFlash, wide: DrafterConfig, seed: int = 0, *, dtype: str = "bfloat16"
+) -> DFlash:
+  """The function of a small drafter at the shape of a wide one.
+
+  Args:
+    model: the small drafter.
+    wide: the shape. Its mask token and sliding window give way to the small
+      drafter's. Its target must have been widened with the taps of
+      `drafter_taps`.
+    seed: of the weights of extra layers.
+    dtype: of the result.
+
+  Raises:
+    SpecPilotError: see `drafter_ratios`.
+  """
+  target_lib.check_dtype(dtype)
+  small = model.config
+  ratios = drafter_ratios(small, wide)
+  config = dataclasses.replace(
+    wide,
+    mask_token_id=small.mask_token_id,
+    sliding_window=small.sliding_window,
+  )
+
+  def make() -> DFlash:
+    return DFlash(config, jnp.dtype(dtype), nnx.Rngs(0))
+
+  maker = _Maker(assembly.parameters(model), assembly.structs(make), seed)
+  kind = configs.ATTENTION
+  kinds = (kind,) * wide.num_layers
+  names = f"{small.name} to {wide.name}"
+  placed = placement((kind,) * small.num_layers, kinds, names=names)
+  table = {kind: drafter_layer(small, ratios)}
+  arrays = dict(maker.layers(kinds, placed, table))
+  for name, spread in drafter_ends(small, ratios).items():
+    arrays[name] = maker.copy(name, name, spread)
+  return assembly.assemble(config.name, make, arrays)

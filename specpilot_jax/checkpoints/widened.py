@@ -1,0 +1,69 @@
+"""Widened zoo models by name: `widened:PRESET`, such as `widened:qwen3.8-27b`.
+
+They are made of the zoo on the device each time, and never stored: see
+`checkpoints.widen`.
+"""
+
+from specpilot_jax import configs
+from specpilot_jax.checkpoints import ZOO, Checkpoint, load_checkpoint, widen
+from specpilot_jax.checkpoints import drafter as drafter_lib
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters import config as drafter_config
+from specpilot_jax.models.drafters.dflash import DFlash
+from specpilot_jax.zoo import store
+
+PREFIX = "widened:"
+SEED = 0
+"""Of the random weights: every machine has the same model."""
+
+
+def is_widened(name: str) -> bool:
+  """Whether a model of this name is made by widening."""
+  return name.lower().startswith(PREFIX)
+
+
+def preset_of(name: str) -> configs.ModelConfig:
+  """The wide shape that a name asks for; upper and lower case are one.
+
+  Raises:
+    SpecPilotError: no such preset; the line lists those that have a drafter.
+  """
+  wanted = name[len(PREFIX) :].lower()
+  for preset in drafter_config.PRESETS:
+    if preset.lower() == wanted:
+      return configs.preset(preset)
+  known = ", ".join(f"{PREFIX}{p.lower()}" for p in drafter_config.PRESETS)
+  raise SpecPilotError(f"unknown widened model {name!r}; there are: {known}")
+
+
+def target(name: str, dtype: str) -> tuple[target_lib.Target, Checkpoint]:
+  """The zoo's target at the shape of a preset, and the zoo's checkpoint.
+
+  Raises:
+    SpecPilotError: see `preset_of`.
+  """
+  wide = preset_of(name)
+  small = load_checkpoint(ZOO)
+  drafter = drafter_lib.load_config(store.DFLASH)
+  taps = widen.drafter_taps(drafter, drafter_config.PRESETS[wide.name])
+  made = widen.widen_target(
+    small.config, small.params, wide, SEED, taps=taps, dtype=dtype
+  )
+  return made, small
+
+
+def drafter(name: str, dtype: str) -> DFlash:
+  """The zoo's drafter at the shape of the preset's."""
+  wide = drafter_config.PRESETS[preset_of(name).name]
+  small = drafter_lib.load(store.DFLASH, dtype)
+  return widen.widen_drafter(small, wide, SEED, dtype=dtype)
+
+
+def note(name: str) -> str:
+  """What every table with its figures must say."""
+  return (
+    f"widened: the trained zoo model at the shapes of {preset_of(name).name}"
+    " (weights replicated; extra layers and unused vocabulary random, seed"
+    f" {SEED})"
+  )

@@ -1,0 +1,127 @@
+"""Bytes that a deployment holds on its device, from shapes alone.
+
+Every figure is that of the arrays which the engine makes: the same functions
+are traced for shapes. What a compiled step needs on top, its workspace, only
+its executable knows (`memory_analysis`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specpilot_jax.configs import ModelConfig
+from specpilot_jax.models import assembly
+from specpilot_jax.models import state as state_lib
+from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters.dflash import DFlash
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+  """Bytes by purpose; one request.
+
+  Attributes:
+    target_bytes: weights, embedding and lm_head included.
+    drafter_bytes: the drafter's own weights; it shares the target's embedding
+      and lm_head.
+    kv_cache_bytes: keys and values of the target's attention layers.
+    drafter_cache_bytes: keys and values of the drafter's context.
+    recurrent_bytes: GDN states and convolution windows.
+  """
+
+  target_bytes: int
+  drafter_bytes: int
+  kv_cache_bytes: int
+  drafter_cache_bytes: int
+  recurrent_bytes: int
+
+  @property
+  def weight_bytes(self) -> int:
+    return self.target_bytes + self.drafter_bytes
+
+  @property
+  def state_bytes(self) -> int:
+    return self.kv_cache_bytes + self.drafter_cache_bytes + self.recurrent_bytes
+
+  @property
+  def total_bytes(self) -> int:
+    return self.weight_bytes + self.state_bytes
+
+
+def _bytes(leaves: Iterable[Any]) -> int:
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def capacity(max_seq_len: int, prefill_chunk: int, num_drafts: int) -> int:
+  """Key and value rows that an engine reserves.
+
+  A pass writes all of its rows behind the committed ones.
+  """
+  return max_seq_len + max(min(prefill_chunk, max_seq_len), 1 + num_drafts)
+
+
+def target_bytes(config: ModelConfig, dtype: str) -> int:
+  """Weights of a target built in `dtype`."""
+  return _bytes(target_lib.structs(config, jnp.dtype(dtype)).values())
+
+
+def drafter_bytes(config: DrafterConfig, dtype: str) -> int:
+  """A DFlash drafter's own weights."""
+
+  def make() -> DFlash:
+    return DFlash(config, jnp.dtype(dtype), nnx.Rngs(0))
+
+  return _bytes(assembly.structs(make).values())
+
+
+def state_bytes(config: ModelConfig, rows: int, dtype: str) -> tuple[int, int]:
+  """(keys and values, GDN states and convolution windows) of one request."""
+  state = jax.eval_shape(
+    lambda: state_lib.init_state(config, rows, jnp.dtype(dtype))
+  )
+  cache, recurrent = [], []
+  for layer in state.layers:
+    attention = isinstance(layer, state_lib.AttentionState)
+    (cache if attention else recurrent).extend(jax.tree.leaves(layer))
+  return _bytes(cache), _bytes(recurrent)
+
+
+def drafter_cache_bytes(config: DrafterConfig, rows: int, dtype: str) -> int:
+  """Keys and values of a DFlash context of `rows` tokens."""
+  row = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+  return row * rows * jnp.dtype(dtype).itemsize
+
+
+def footprint(
+  target: ModelConfig,
+  drafter: DrafterConfig | None,
+  *,
+  dtype: str,
+  max_seq_len: int,
+  prefill_chunk: int = 64,
+) -> Footprint:
+  """What an engine of one resident request holds.
+
+  Args:
+    target, drafter: shapes; None decodes autoregressively.
+    dtype: of weights and caches.
+    max_seq_len, prefill_chunk: as `Engine` takes them.
+  """
+  drafts = 0 if drafter is None else drafter.block_size - 1
+  rows = capacity(max_seq_len, prefill_chunk, drafts)
+  cache, recurrent = state_bytes(target, rows, dtype)
+  return Footprint(
+    target_bytes=target_bytes(target, dtype),
+    drafter_bytes=drafter_bytes(drafter, dtype) if drafter else 0,
+    kv_cache_bytes=cache,
+    drafter_cache_bytes=(
+      drafter_cache_bytes(drafter, rows, dtype) if drafter else 0
+    ),
+    recurrent_bytes=recurrent,
+  )

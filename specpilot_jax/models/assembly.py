@@ -1,0 +1,75 @@
+"""Modules and their parameters by dotted name, without a copy.
+
+A module is described by a function that makes it, of which only shapes are
+evaluated: no random initial value is ever computed.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+from flax import nnx
+
+from specpilot_jax.errors import SpecPilotError
+
+
+def _flat(state) -> dict[str, nnx.Variable]:
+  return {
+    ".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)
+  }
+
+
+def structs(make: Callable[[], nnx.Module]) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shape and dtype of every parameter, in a fixed order."""
+  _, state = nnx.split(nnx.eval_shape(make))
+  return {
+    name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    for name, leaf in sorted(_flat(state).items())
+  }
+
+
+def parameters(module: nnx.Module) -> dict[str, jax.Array]:
+  """The arrays of a module, by the names of `structs`."""
+  _, state = nnx.split(module)
+  return {name: leaf[...] for name, leaf in sorted(_flat(state).items())}
+
+
+def check_names(
+  what: str, wanted: Mapping[str, object], given: Mapping[str, object]
+) -> None:
+  """Refuses a missing and an unknown parameter."""
+  for name in wanted:
+    if name not in given:
+      raise SpecPilotError(f"{what}: parameter {name!r} is missing")
+  for name in given:
+    if name not in wanted:
+      raise SpecPilotError(f"{what}: unknown parameter {name!r}")
+
+
+def assemble[M: nnx.Module](
+  what: str, make: Callable[[], M], arrays: Mapping[str, jax.Array]
+) -> M:
+  """The module that `make` describes, around the given arrays.
+
+  Args:
+    what: for errors.
+    make: makes the module; traced for shapes only.
+    arrays: of the names, shapes and dtypes of `structs(make)`; they are used
+      as they are, wherever they lie.
+
+  Raises:
+    SpecPilotError: a missing or extra name, a wrong shape or dtype.
+  """
+  graphdef, state = nnx.split(nnx.eval_shape(make))
+  check_names(what, _flat(state), arrays)
+  leaves = []
+  for path, leaf in nnx.to_flat_state(state):
+    name = ".".join(map(str, path))
+    array = arrays[name]
+    for field in ("shape", "dtype"):
+      own, expected = getattr(array, field), getattr(leaf, field)
+      if own != expected:
+        raise SpecPilotError(
+          f"{what}: parameter {name!r} has {field} {own}, expected {expected}"
+        )
+    leaves.append((path, leaf.replace(array)))
+  return nnx.merge(graphdef, nnx.from_flat_state(leaves))
