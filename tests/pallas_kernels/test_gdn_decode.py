@@ -31,7 +31,7 @@ class DecodeTest(parameterized.TestCase):
     wide = arguments(rng, repeat=repeat)
     decode = functools.partial(gdn_decode.decode, key_heads=2)
     with jax.enable_x64(True):
-      o, after = decode(*(jnp.asarray(x) for x in wide), jnp.asarray(live))
+      o, after = decode(*(jnp.asarray(x) for x in wide), live=jnp.asarray(live))
     narrow = [jnp.asarray(x, jnp.float32) for x in wide]
     found_o, found = jax.jit(
       functools.partial(decode, implementation="interpret")
