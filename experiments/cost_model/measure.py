@@ -24,7 +24,7 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.target import Target
 
-PROFILED_STEPS = 16
+PROFILED_STEPS = 8
 """Steps under the profiler, per system."""
 
 
@@ -120,7 +120,7 @@ def collect(
   )
   systems = {}
   for name in (AR, STOCK):
-    if name not in records:
+    if not records.get(name):
       continue
     own = session if name == STOCK else subject.session(name)
     tokens = _middle(records[name])
@@ -218,7 +218,7 @@ def _separately(
   return {
     "nodes": 1 + session.num_drafts,
     "context": len(tokens) - 1,
-    "step_us": step_us,
+    "step_alone_us": step_us,
     "classes_us": classes,
   }
 

@@ -34,12 +34,14 @@ class Measured:
     breakdown: profiled time by class.
     heaviest: kernels that take most time; empty where classes were timed
       separately.
+    alone_us: the whole step, where classes were timed separately.
   """
 
   nodes: int
   context: float
   breakdown: kernels.Breakdown
   heaviest: list[dict[str, Any]]
+  alone_us: float | None
 
 
 def models_of(profile: Mapping[str, Any]) -> floors.Models:
@@ -68,14 +70,22 @@ def measured_of(system: Mapping[str, Any]) -> Measured:
     breakdown = kernels.breakdown(activities, names, steps)
     heaviest = kernels.heaviest(activities, names, steps)
   else:
+    classes = {name: system["classes_us"][name] for name in kernels.CLASSES}
+    # Timed apart, classes may take longer than together.
     breakdown = kernels.Breakdown(
-      step_us=system["step_us"],
-      classes={name: system["classes_us"][name] for name in kernels.CLASSES},
+      step_us=max(system["step_alone_us"], sum(classes.values())),
+      classes=classes,
       kernels=0,
       unattributed_us=0.0,
     )
     heaviest = []
-  return Measured(system["nodes"], system["context"], breakdown, heaviest)
+  return Measured(
+    nodes=system["nodes"],
+    context=system["context"],
+    breakdown=breakdown,
+    heaviest=heaviest,
+    alone_us=system.get("step_alone_us"),
+  )
 
 
 def wall_step_us(records: Sequence[Mapping[str, Any]]) -> float | None:
@@ -272,6 +282,7 @@ def _system(m: Measured, records, work, roofline) -> dict[str, Any]:
     "unattributed_us": m.breakdown.unattributed_us,
     "other_share": m.breakdown.classes[kernels.OTHER] / step,
     "classes_over_step": sum(m.breakdown.classes.values()) / step,
+    "classes_over_whole": (None if m.alone_us is None else step / m.alone_us),
     "classes": {
       name: {
         "measured_us": m.breakdown.classes[name],
@@ -311,6 +322,12 @@ def _notes(model: Mapping[str, Any]) -> list[str]:
       f" measured {stock['tau_measured']:.3f}"
     )
   for name, system in model["systems"].items():
+    excess = system["classes_over_whole"]
+    if excess is not None and excess > 1 + CLASSES_AGREE:
+      notes.append(
+        f"{name}: the classes, timed apart, take {excess:.0%} of the whole"
+        " step, timed alone"
+      )
     if abs(system["classes_over_step"] - 1) > CLASSES_AGREE:
       notes.append(
         f"{name}: the classes sum to {system['classes_over_step']:.1%} of the"

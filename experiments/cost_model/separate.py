@@ -87,7 +87,10 @@ class Parts:
     self._noise = jnp.asarray(noise, dtype)
 
   def classes_us(self) -> tuple[dict[str, float], float]:
-    """Times of the classes, and of the step."""
+    """Times of the classes, and of the whole step.
+
+    Class `other` is the step less the others, at least 0.
+    """
     session = self._session
     params, noise = session.params, self._noise
     request = self._request
@@ -126,7 +129,7 @@ class Parts:
     )
     rest = step_us - sum(classes.values())
     classes[kernels.OTHER] = max(rest, 0.0)
-    return classes, max(step_us, sum(classes.values()))
+    return classes, step_us
 
   def _part(self, state, kind) -> state_lib.TargetState:
     """The layers of one kind."""
