@@ -162,7 +162,9 @@ def run(settings: Settings, *, profile: bool = False) -> int:
     result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
     result["notes"] = _notes(result, model)
     if subject is not None:
-      result["cost_model"] = _cost_model(folder, subject, records, result)
+      result["cost_model"] = _cost_model(
+        folder, subject, records, result, clock
+      )
       clock.lap("profile")
     if settings.token_forcing:
       result["token_forcing"], notes = _force(
@@ -454,10 +456,12 @@ def _record(output: RequestOutput, itl_ms: list[float]) -> dict[str, Any]:
   }
 
 
-def _cost_model(folder, subject, records, result) -> dict[str, Any] | None:
-  """Records and computes the cost model; None where stock did not run."""
-  if not records[STOCK]:
-    result["notes"].append("no request of stock was decoded: no cost model")
+def _cost_model(
+  folder, subject, records, result, clock
+) -> dict[str, Any] | None:
+  """Records and computes the cost model; None where time ran out before."""
+  if not records[STOCK] or time.monotonic() > clock.deadline:
+    result["notes"].append("the time limit ended the run before the cost model")
     return None
   systems = sum(bool(records.get(name)) for name in (AR, STOCK))
   total = len(records[STOCK]) + systems

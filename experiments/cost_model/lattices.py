@@ -120,7 +120,7 @@ def save(path: Path, recordings: Sequence[Recording]) -> None:
     "prompt_lengths": np.asarray([r.prompt_length for r in recordings]),
     "lengths": np.asarray([len(r) for r in recordings]),
     "output": np.concatenate([r.output for r in recordings]),
-    "tokens": np.concatenate([r.tokens for r in recordings]),
+    "tokens": _narrow(np.concatenate([r.tokens for r in recordings])),
     "scores": np.concatenate([r.scores for r in recordings]),
     "counts": np.concatenate([r.counts for r in recordings]),
   }
@@ -137,6 +137,12 @@ def save(path: Path, recordings: Sequence[Recording]) -> None:
     os.replace(temporary, path)
   except OSError as e:
     raise SpecPilotError(f"{path}: {e.strerror}") from None
+
+
+def _narrow(ids: np.ndarray) -> np.ndarray:
+  """Ids in two bytes where all of them fit."""
+  fits = ids.size == 0 or (ids.min() >= 0 and ids.max() < 1 << 16)
+  return ids.astype(np.uint16) if fits else ids
 
 
 def load(path: Path) -> list[Recording]:

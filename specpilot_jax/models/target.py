@@ -68,7 +68,8 @@ class DecoderLayer(nnx.Module):
     x = x + h
     h = self.post_norm(x)
     with jax.named_scope("mlp"):
-      return x + self.mlp(h), stash
+      h = self.mlp(h)
+    return x + h, stash
 
 
 class Target(nnx.Module):

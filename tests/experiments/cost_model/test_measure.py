@@ -11,6 +11,10 @@ from specpilot_jax.decoding.sampling import SamplingParams
 from tests.decoding import kit
 
 
+# Of jaxlib's own type, on the first look at an event.
+pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats")
+
+
 @pytest.fixture(name="subject")
 def _subject(monkeypatch, tmp_path):
   """A small hybrid; its activities come from the CPU's lines of a trace."""

@@ -245,6 +245,17 @@ def test_job_profile(profiled):
   assert "timed separately" in text and "best-first tree of 64 nodes" in text
 
 
+def test_no_time_for_a_cost_model(place, command):
+  folder = place / "no_time"
+  status = tiny.run(
+    *command, "--job=profile", "--max_wall_s=0", f"--output_dir={folder}"
+  )
+  assert status == 0
+  result = results.read_result(folder)
+  assert result["cost_model"] is None
+  assert any("before the cost model" in note for note in result["notes"])
+
+
 def test_recomputed_from_files(profiled, tmp_path, capsys):
   copy = tmp_path / "run"
   shutil.copytree(profiled, copy)

@@ -181,9 +181,18 @@ def test_files_come_back(tmp_path, conditional):
       b.request, b.looped, b.prompt_length,
     )  # fmt: skip
   assert not list(tmp_path.glob(".*"))
-  # Compact: two bytes per score, at most five per id.
-  if not conditional:
-    assert path.stat().st_size < 4000
+  # Compact: two bytes per score, two or four per id.
+  with np.load(path) as file:
+    assert file["scores"].dtype == np.float16
+    assert file["tokens"].dtype == np.uint16
+
+
+def test_large_ids_come_back(tmp_path):
+  r = random_recording(3)
+  r.tokens[0, 0, 0] = 248_000
+  lattices.save(tmp_path / "a.npz", [r])
+  again = lattices.load(tmp_path / "a.npz")[0]
+  np.testing.assert_array_equal(again.tokens, r.tokens)
 
 
 def test_bad_files(tmp_path):
