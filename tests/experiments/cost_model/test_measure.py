@@ -10,7 +10,6 @@ from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.decoding import kit
 
-
 # Of jaxlib's own type, on the first look at an event.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats")
 
