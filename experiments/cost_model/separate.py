@@ -25,7 +25,7 @@ from specpilot_jax.decoding.commit import commit
 from specpilot_jax.models import layers
 from specpilot_jax.models import state as state_lib
 
-_REPEATS, _SECONDS = 5, 1.0
+_REPEATS, _SECONDS = 20, 1.0
 
 
 def time_us(function: Callable[..., Any], *args: Any) -> float:

@@ -85,6 +85,7 @@ def test_a_prompt_pass(subject):
 
 def test_separate_classes_of_a_hybrid(subject, monkeypatch):
   monkeypatch.setattr(measure.separate, "_SECONDS", 0.0)
+  monkeypatch.setattr(measure.separate, "_REPEATS", 2)
   for name, nodes in (("ar", 1), ("stock", 4)):
     session = subject.session(name)
     system = measure._separately(session, [1, 2, 1, 2], SamplingParams())
