@@ -1,9 +1,10 @@
-"""The jobs `benchmark` and `token_force`.
+"""The jobs `benchmark`, `profile` and `token_force`.
 
 A benchmark decodes every prompt with every system, in an order that turns
 around from prompt to prompt (A B, B A), so that drift of the machine does not
 favour one. Each system is compiled and warmed up first; nothing may be
-compiled while requests are timed. Stock then scores the outputs.
+compiled while requests are timed. Stock then scores the outputs. A profile is a
+benchmark that also records lattices and step times for the cost model.
 """
 
 import dataclasses
@@ -22,7 +23,9 @@ from experiments import (
   results,
 )
 from experiments.console import Progress, number, say, table
-from experiments.settings import AR, Settings
+from experiments.cost_model import measure, sections
+from experiments.cost_model import model as cost_model
+from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, loading
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.request import RequestOutput
@@ -54,8 +57,12 @@ class _Clock:
     return math.inf if self.limit_s is None else self.started + self.limit_s
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, *, profile: bool = False) -> int:
   """Runs a benchmark; returns the exit status.
+
+  Args:
+    settings: what to run.
+    profile: record what the cost model needs too, and compute it.
 
   Returns:
     0, or 1 where something was compiled in the timed region or token forcing
@@ -67,6 +74,13 @@ def run(settings: Settings) -> int:
   clock = _Clock(settings.max_wall_s)
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
+  if profile:
+    measure.prepare()
+    if STOCK not in settings.systems:
+      raise SpecPilotError(
+        "--job=profile measures stock against its ceiling: it needs a drafter,"
+        f" and {STOCK} among the systems"
+      )
   loading.prepare_jax(settings.dtype)
   model = loading.load_target(settings.target, settings.dtype)
   drafter = loading.make_drafter(settings.drafter, model.target)
@@ -84,6 +98,16 @@ def run(settings: Settings) -> int:
       prefill_chunk=settings.prefill_chunk,
     )
 
+  subject = None
+  if profile and drafter is not None:
+    subject = measure.Subject(
+      target=model.target,
+      drafter=drafter,
+      sampling=settings.sampling,
+      max_seq_len=room,
+      prefill_chunk=settings.prefill_chunk,
+    )
+    measure.check(subject)
   engines = {
     name: engine(None if name == AR else drafter, name)
     for name in settings.systems
@@ -98,7 +122,8 @@ def run(settings: Settings) -> int:
   if settings.token_forcing:
     store.check_writable()
   env = environment.describe(settings.flags, str(model.target.dtype))
-  result = results.empty_result("benchmark")
+  job = "profile" if profile else "benchmark"
+  result = results.empty_result(job)
   result["environment"] = env
   result["deployment"] = _deployment(settings, model, env, room)
   result["sampling"] = dataclasses.asdict(settings.sampling)
@@ -116,7 +141,7 @@ def run(settings: Settings) -> int:
   )
   _announce(settings, model, env, requests)
   say(f"results: {folder.path}")
-  folder.event("run_started", job="benchmark", environment=env)
+  folder.event("run_started", job=job, environment=env)
   try:
     clock.lap("load")
     result["compilation"] = _warm_up(settings, engines, requests, folder)
@@ -136,6 +161,11 @@ def run(settings: Settings) -> int:
     }
     result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
     result["notes"] = _notes(result, model)
+    if subject is not None:
+      result["cost_model"] = _cost_model(
+        folder, subject, records, result, clock
+      )
+      clock.lap("profile")
     if settings.token_forcing:
       result["token_forcing"], notes = _force(
         Engine(
@@ -426,6 +456,20 @@ def _record(output: RequestOutput, itl_ms: list[float]) -> dict[str, Any]:
   }
 
 
+def _cost_model(
+  folder, subject, records, result, clock
+) -> dict[str, Any] | None:
+  """Records and computes the cost model; None where time ran out before."""
+  if not records[STOCK] or time.monotonic() > clock.deadline:
+    result["notes"].append("the time limit ended the run before the cost model")
+    return None
+  systems = sum(bool(records.get(name)) for name in (AR, STOCK))
+  total = len(records[STOCK]) + systems
+  with Progress("profile", total) as progress:
+    measure.collect(folder.path, subject, records, progress.advance)
+  return cost_model.compute(folder.path)
+
+
 def _force(engine, store, records, settings, clock, *, keep: bool):
   """Verdicts by system, and notes."""
   total = forcing.num_outputs(records)
@@ -475,7 +519,11 @@ def _finish(folder, result, records, clock) -> int:
   for name, verdict in result["token_forcing"].items():
     say(forcing.describe_verdict(name, verdict))
     failed |= verdict["verdict"] == "fail"
-  if not result["token_forcing"] and result["job"] == "benchmark":
+  if result["cost_model"]:
+    for note in result["cost_model"]["notes"]:
+      say(f"note: {note}")
+    say(sections.factors_line(result["cost_model"]))
+  if not result["token_forcing"] and result["job"] != "token_force":
     say("token forcing: nothing was judged")
   parts = ", ".join(f"{k} {v:.0f}" for k, v in result["timing_s"].items())
   say(f"seconds: {parts}")

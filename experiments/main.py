@@ -2,6 +2,7 @@
 
     python -m experiments.main --flagfile=cpu_smoke.flags
     python -m experiments.main --target=PATH --prompts=my.jsonl
+    python -m experiments.main --flagfile=cpu_smoke.flags --job=profile
     python -m experiments.main --job=token_force --target=PATH --requests=RUN
     python -m experiments.main --job=report --output_dir=RUN
 
@@ -22,11 +23,12 @@ from specpilot_jax.configs import DTYPES
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
-JOBS = ("benchmark", "token_force", "report")
+JOBS = ("benchmark", "profile", "token_force", "report")
 
 _JOB = flags.DEFINE_enum(
-  "job", "benchmark", JOBS, "benchmark: systems side by side. token_force:"
-  " judge recorded requests. report: write a run's report again.",
+  "job", "benchmark", JOBS, "benchmark: systems side by side. profile: that,"
+  " and the cost model of stock. token_force: judge recorded requests. report:"
+  " write a run's report again.",
 )  # fmt: skip
 _OUTPUT_DIR = flags.DEFINE_string(
   "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."
@@ -135,9 +137,11 @@ def main() -> None:
       raise SpecPilotError("report needs --output_dir=RUN, a finished run")
     print(f"report: {report.rewrite(Path(_OUTPUT_DIR.value))}")
     return
-  job = benchmark.run if _JOB.value == "benchmark" else benchmark.token_force
   try:
-    status = job(read_settings())
+    if _JOB.value == "token_force":
+      status = benchmark.token_force(read_settings())
+    else:
+      status = benchmark.run(read_settings(), profile=_JOB.value == "profile")
   except MeasurementError as e:
     print(f"error: {e}", file=sys.stderr)
     status = 1

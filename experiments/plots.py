@@ -155,3 +155,90 @@ def decile_flips(forcing: Mapping[str, Mapping[str, Any]]) -> bytes:
   axes.set_ylabel("flips per token")
   _legend(axes)
   return _png(figure)
+
+
+def waterfall(steps: Sequence[tuple[str, float]], label: str) -> bytes:
+  """From a first value to a last one, through what each step takes away.
+
+  Args:
+    steps: names and values: the first and the last are totals, a value between
+      them is what is left behind that step.
+    label: of the vertical axis.
+  """
+  figure, axes = _axes()
+  values = [value for _, value in steps]
+  whole, less, more = _COLOURS["stock"], _OTHERS[0], _COLOURS["candidate"]
+  for i, value in enumerate(values):
+    total = i in (0, len(values) - 1)
+    before = 0.0 if total else values[i - 1]
+    colour = whole if total else less if value <= before else more
+    bottom, top = sorted((before, value))
+    axes.bar(i, top - bottom, 0.6, bottom=bottom, color=colour)
+    text = f"{value:,.0f}" if total else f"{value - before:+,.0f}"
+    axes.text(i, top, text, ha="center", va="bottom", fontsize=8)
+    if i + 1 < len(values):
+      # The level at which the next bar begins.
+      axes.plot([i + 0.3, i + 0.7], [value, value], color="#888888", lw=1)
+  axes.set_xticks(range(len(steps)), [name for name, _ in steps])
+  axes.set_ylim(0, 1.1 * max(values))
+  axes.set_ylabel(label)
+  return _png(figure)
+
+
+def classes_and_floors(classes: Mapping[str, Mapping[str, float]]) -> bytes:
+  """Measured time of each kernel class beside its floor, logarithmic.
+
+  Args:
+    classes: `measured_us` and `floor_us`, and nothing else, by name.
+  """
+  figure, axes = _axes()
+  at = np.arange(len(classes))
+  for i, (field, name, colour) in enumerate(
+    (
+      ("measured_us", "measured", _COLOURS["stock"]),
+      ("floor_us", "floor", _COLOURS["ar"]),
+    )
+  ):
+    values = [c[field] for c in classes.values()]
+    bars = axes.bar(
+      at + (i - 0.5) * 0.4, values, 0.37, label=name, color=colour
+    )
+    labels = [f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values]
+    axes.bar_label(bars, labels, fontsize=8)
+  axes.set_yscale("log")
+  axes.set_ylim(
+    bottom=0.5 * min(c[f] for c in classes.values() for f in c if c[f] > 0)
+  )
+  axes.set_xticks(at, [name.replace("_", " ") for name in classes])
+  axes.set_ylabel("microseconds per step")
+  _legend(axes)
+  return _png(figure)
+
+
+def tau_by_nodes(
+  budgets: Sequence[Mapping[str, float]], chain: Mapping[str, float]
+) -> bytes:
+  """Replayed acceptance length of the best-first tree over its node budget.
+
+  Args:
+    budgets: `nodes` and `tau` of the tree.
+    chain: the same of stock's chain.
+  """
+  figure, axes = _axes()
+  axes.plot(
+    [b["nodes"] for b in budgets],
+    [b["tau"] for b in budgets],
+    marker="o",
+    markersize=4,
+    color=_COLOURS["candidate"],
+    label="best-first tree",
+  )
+  axes.plot(
+    chain["nodes"], chain["tau"], "s", color=_COLOURS["stock"], label="chain"
+  )
+  axes.set_xticks([b["nodes"] for b in budgets])
+  axes.set_ylim(bottom=0)
+  axes.set_xlabel("nodes of a pass, anchor included")
+  axes.set_ylabel("acceptance length, replayed")
+  _legend(axes)
+  return _png(figure)

@@ -4,7 +4,6 @@ The HTML is one file: plots are inside it, and it refers to nothing outside.
 """
 
 import base64
-import dataclasses
 import html
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments import forcing, metrics, plots, results
+from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
+from experiments.cost_model import sections
 from experiments.settings import AR
 from specpilot_jax.errors import SpecPilotError
 
@@ -45,41 +46,6 @@ _DEFINITIONS = (
   "Requests are decoded one at a time, by every system in turn; the order turns"
   " around from prompt to prompt.",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Heading:
-  """A section's title."""
-
-  text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-  """A paragraph; `kind` is a class of the style sheet."""
-
-  text: str
-  kind: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-  """Rows of text; `left` aligns all columns left."""
-
-  header: tuple[str, ...]
-  rows: tuple[tuple[str, ...], ...]
-  left: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Plot:
-  """A picture, PNG, and what it shows."""
-
-  caption: str
-  png: bytes
-
-
-Block = Heading | Text | Table | Plot
 
 
 def write(
@@ -180,6 +146,8 @@ def _blocks(result, records) -> list[Block]:
   if systems:
     blocks += _speed(systems)
     blocks += _acceptance(systems, records)
+  if result["cost_model"]:
+    blocks += sections.blocks(result["cost_model"])
   if forced:
     blocks += _forcing(forced)
   blocks += _run(result)

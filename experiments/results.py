@@ -144,8 +144,7 @@ class RunFolder:
 
   def result(self, result: Mapping[str, Any]) -> None:
     """Writes result.json."""
-    text = json.dumps(to_json(result), indent=1, allow_nan=False)
-    write_whole(self.path / RESULT, text + "\n")
+    write_result(self.path, result)
 
   def close(self) -> None:
     self._events.close()
@@ -155,6 +154,12 @@ class RunFolder:
 def _append(file, record: Mapping[str, Any]) -> None:
   file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
   file.flush()
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+  """Writes result.json of a run."""
+  text = json.dumps(to_json(result), indent=1, allow_nan=False)
+  write_whole(folder / RESULT, text + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Make an accepted path the state: KV compaction, GDN rebuild, conv window."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
@@ -65,10 +66,13 @@ def commit(
     count: nodes to commit; 0 leaves the state as it is.
   """
   length = state.length
+
+  def layer(s, t):
+    scope = "attention" if isinstance(t, AttentionStash) else "recurrent"
+    with jax.named_scope(scope):
+      return _commit_layer(s, t, path, count, length)
+
   return TargetState(
-    layers=tuple(
-      _commit_layer(s, t, path, count, length)
-      for s, t in zip(state.layers, stash, strict=True)
-    ),
+    layers=tuple(layer(s, t) for s, t in zip(state.layers, stash, strict=True)),
     length=length + count,
   )

@@ -168,9 +168,10 @@ class StepFns:
   def _extend(self, params, carry, tokens, taps, start, count):
     if self.drafter is None:
       return None
-    return self.drafter.extend(
-      params[1], carry.drafter, tokens, taps, start, count
-    )
+    with jax.named_scope("drafter"):
+      return self.drafter.extend(
+        params[1], carry.drafter, tokens, taps, start, count
+      )
 
   def _penalized(self, logits, request, history, nodes):
     if history is None:
@@ -186,18 +187,19 @@ class StepFns:
     position = carry.target.length
     drafts, sizes = None, (1,)
     if self.drafter is not None:
-      lattice = self.drafter.draft(
-        params[1], carry.drafter, carry.anchor, position
-      )
-      drafts = draft_lib.chain(
-        lattice,
-        valid_vocab=self.config.valid_vocab,
-        # A draft behind the last token that may be emitted is of no use.
-        limit=jnp.minimum(carry.remaining - 1, self.num_drafts),
-        sampling=request.sampling,
-        position=position,
-        sample=self._rejects,
-      )
+      with jax.named_scope("drafter"):
+        lattice = self.drafter.draft(
+          params[1], carry.drafter, carry.anchor, position
+        )
+        drafts = draft_lib.chain(
+          lattice,
+          valid_vocab=self.config.valid_vocab,
+          # A draft behind the last token that may be emitted is of no use.
+          limit=jnp.minimum(carry.remaining - 1, self.num_drafts),
+          sampling=request.sampling,
+          position=position,
+          sample=self._rejects,
+        )
       sizes = (1 + self.num_drafts,)
       if self.drafter.variable_length:
         sizes = (1, *sizes)

@@ -25,6 +25,7 @@ def exact(dtype) -> lax.Precision | None:
   return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
 
+@jax.named_scope("weights")
 def matmul(
   x: Float[Array, "N I"], weight: Float[Array, "O I"], out_dtype=None
 ) -> Float[Array, "N O"]:

@@ -1,0 +1,253 @@
+"""What the job `profile` records beside a benchmark: lattices, step times.
+
+On a GPU steady steps run under the JAX profiler; on a CPU the classes of a step
+are timed separately. Both go to profile.json, from which `model` computes.
+"""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments import devices, results
+from experiments.cost_model import floors, kernels, lattices, model, separate
+from experiments.cost_model.recorder import Session, record_all
+from experiments.settings import AR, STOCK
+from specpilot_jax.decoding.draft import Drafter
+from specpilot_jax.decoding.sampling import Features, SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.target import Target
+
+PROFILED_STEPS = 8
+"""Steps under the profiler, per system."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+  """What is measured.
+
+  Attributes:
+    target, drafter: as the engines have them.
+    sampling: of the requests.
+    max_seq_len, prefill_chunk: of the engines.
+  """
+
+  target: Target
+  drafter: Drafter
+  sampling: SamplingParams
+  max_seq_len: int
+  prefill_chunk: int
+
+  @property
+  def models(self) -> floors.Models:
+    """What floors are counted from.
+
+    Raises:
+      SpecPilotError: a drafter whose floors nobody has counted.
+    """
+    config = getattr(self.drafter, "config", None)
+    return floors.Models(
+      target=self.target.config,
+      dtype=str(self.target.dtype),
+      drafter=self.drafter.name,
+      drafter_config=config if isinstance(config, DrafterConfig) else None,
+    )
+
+  def session(self, name: str) -> Session:
+    return Session(
+      self.target,
+      None if name == AR else self.drafter,
+      max_seq_len=self.max_seq_len,
+      prefill_chunk=self.prefill_chunk,
+      features=Features.of(self.sampling),
+    )
+
+
+def check(subject: Subject) -> None:
+  """Raises SpecPilotError for what no cost model can be made of.
+
+  Cheap: called before anything is measured.
+  """
+  models = subject.models
+  if Features.of(subject.sampling).penalties:
+    raise SpecPilotError(
+      "--job=profile profiles steps without penalties; leave them out"
+    )
+  if jax.default_backend() != "cpu":
+    device = devices.lookup(jax.devices()[0].device_kind)
+    floors.Roofline.of_device(device, models.dtype)
+
+
+def prepare() -> None:
+  """Settings that must hold before anything is compiled.
+
+  Executables in the persistent cache may carry the scopes of older sources;
+  with the scopes in its key, the cache keeps apart what differs in them.
+  """
+  jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+def collect(
+  folder: Path,
+  subject: Subject,
+  records: Mapping[str, Sequence[Mapping[str, Any]]],
+  progress: Callable[[str], None],
+) -> None:
+  """Writes lattices.npz and profile.json of a finished benchmark.
+
+  Args:
+    folder: of the run.
+    records: requests by system; `stock` is one, `ar` may be.
+    progress: called with a line per request and per system.
+  """
+  stock = records[STOCK]
+  session = subject.session(STOCK)
+  recordings = record_all(session, stock, progress)
+  lattices.save(folder / lattices.LATTICES, recordings)
+  on_cpu = jax.default_backend() == "cpu"
+  models = subject.models
+  device = jax.devices()[0].device_kind
+  roofline = (
+    separate.probe(models.dtype)
+    if on_cpu
+    else floors.Roofline.of_device(devices.lookup(device), models.dtype)
+  )
+  systems = {}
+  for name in (AR, STOCK):
+    if not records.get(name):
+      continue
+    own = session if name == STOCK else subject.session(name)
+    tokens = _middle(records[name])
+    measure = _separately if on_cpu else _profiled
+    systems[name] = measure(own, tokens, subject.sampling)
+    progress(f"{name}: step of {systems[name]['nodes']} nodes")
+  content = {
+    "format": model.FORMAT,
+    "kind": model.TIMED if on_cpu else model.PROFILED,
+    "device_kind": device,
+    "dtype": models.dtype,
+    "target": dataclasses.asdict(models.target),
+    "drafter": models.drafter,
+    "drafter_config": (
+      None
+      if models.drafter_config is None
+      else dataclasses.asdict(models.drafter_config)
+    ),
+    "roofline": dataclasses.asdict(roofline),
+    "prefill": _prefill(session, _middle(stock), on_cpu),
+    "systems": systems,
+  }
+  text = json.dumps(results.to_json(content), allow_nan=False)
+  results.write_whole(folder / model.PROFILE, text + "\n")
+
+
+def _middle(records: Sequence[Mapping[str, Any]]) -> list[int]:
+  """Prompt and half of the output of the request of median length."""
+  ranked = sorted(
+    records, key=lambda r: len(r["prompt_ids"]) + len(r["output_ids"])
+  )
+  record = ranked[len(ranked) // 2]
+  half = (len(record["output_ids"]) + 1) // 2
+  return [*record["prompt_ids"], *record["output_ids"][:half]]
+
+
+def _profiled(
+  session: Session, tokens: Sequence[int], sampling: SamplingParams
+) -> dict[str, Any]:
+  """Steady steps under the profiler."""
+  carry, request = session.start(tokens), session.request(sampling)
+  step = session.step.lower(session.params, carry, request).compile()
+  # Two steps first: what is lazy about a first call is not of a step.
+  for _ in range(2):
+    carry, _ = step(session.params, carry, request)
+  jax.block_until_ready(carry)
+  first = int(carry.target.length)
+  # No step may end the request: an ended one commits nothing.
+  room = (
+    session.capacity - first - (PROFILED_STEPS + 1) * (1 + session.num_drafts)
+  )
+  steps = PROFILED_STEPS if room >= 0 else max(1, _fitting(session, first))
+
+  def run():
+    nonlocal carry
+    for _ in range(steps):
+      carry, _ = step(session.params, carry, request)
+    jax.block_until_ready(carry)
+
+  activities = trace(run)
+  names = kernels.op_names(step.as_text() or "")
+  return {
+    "nodes": 1 + session.num_drafts,
+    "context": (first + int(carry.target.length)) / 2,
+    "steps": steps,
+    "kernels": kernels.to_columns(activities, names),
+  }
+
+
+def _fitting(session: Session, length: int) -> int:
+  """Steps that surely fit behind `length` tokens."""
+  return (session.capacity - length) // (1 + session.num_drafts) - 1
+
+
+def trace(run: Callable[[], None]) -> list[kernels.Kernel]:
+  """What the first GPU does while `run` runs."""
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      run()
+    files = list(Path(folder).rglob("*.xplane.pb"))
+    if len(files) != 1:
+      raise SpecPilotError(
+        f"the profiler wrote {len(files)} traces, expected one"
+      )
+    profile = jax.profiler.ProfileData.from_file(str(files[0]))
+    return kernels.read_profile(profile)
+
+
+def _separately(
+  session: Session, tokens: Sequence[int], sampling: SamplingParams
+) -> dict[str, Any]:
+  """Classes of a step, timed as executables of their own."""
+  carry, request = session.start(tokens), session.request(sampling)
+  classes, step_us = separate.Parts(session, carry, request).classes_us()
+  return {
+    "nodes": 1 + session.num_drafts,
+    "context": len(tokens) - 1,
+    "step_alone_us": step_us,
+    "classes_us": classes,
+  }
+
+
+def _prefill(
+  session: Session, tokens: Sequence[int], on_cpu: bool
+) -> dict[str, Any]:
+  """One pass over a chunk of prompt, behind about half of a sequence."""
+  # Repeated, since a pass over padding costs the same but commits less.
+  chunk = np.resize(np.asarray(tokens, np.int32), session.chunk)
+  count = np.int32(session.chunk)
+  keep = max(1, min(len(tokens), session.capacity - 2 * session.chunk))
+  carry = session.start(tokens[:keep])
+  context = int(carry.target.length)
+
+  def read(carry):
+    return session.prefill(session.params, carry, chunk, count), None
+
+  if on_cpu:
+    measured = separate.time_chain_us(read, carry)
+  else:
+    carry, _ = jax.block_until_ready(read(carry))
+    context = int(carry.target.length)
+    activities = trace(lambda: jax.block_until_ready(read(carry)))
+    measured = 1e-3 * kernels.union_ns(
+      [(k.start_ns, k.duration_ns) for k in activities]
+    )
+  return {
+    "rows": session.chunk,
+    "context": context,
+    "measured_us": measured,
+  }

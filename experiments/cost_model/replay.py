@@ -1,0 +1,247 @@
+"""Exact replay of tree policies on recorded lattices, in NumPy.
+
+Under the matching rule the output is the target's own whatever is drafted, at
+any temperature. So the acceptance of any policy can be followed on a recorded
+output without a device: at position i the policy builds its nodes from the
+lattice at i, the accepted run is the longest path whose tokens are
+output[i], output[i + 1], ..., and the next step begins behind it and the bonus
+token: the policy's own step boundaries. It is exact up to the rounding of the
+taps that the drafter reads.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from experiments.cost_model.lattices import Recording
+
+BUDGETS = (16, 32, 48, 64)
+"""Nodes of a pass, anchor included, on the edges of kernel tiles."""
+
+
+class Policy(Protocol):
+  """Which nodes a pass verifies."""
+
+  @property
+  def nodes(self) -> int:
+    """Nodes of a pass at most, the anchor included."""
+    ...
+
+  def accepted(self, recording: Recording, position: int) -> int:
+    """Drafts accepted by the pass at a position; what follows is its bonus."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+  """Stock: the drafter's first choices, one after another.
+
+  Attributes:
+    drafts: at most.
+  """
+
+  drafts: int
+
+  @property
+  def nodes(self) -> int:
+    return 1 + self.drafts
+
+  def accepted(self, recording: Recording, position: int) -> int:
+    wanted = recording.output[position : position + self.drafts]
+    path = chain(recording, position, self.drafts)[: wanted.size]
+    wrong = np.flatnonzero(path != wanted[: path.size])
+    return int(wrong[0]) if wrong.size else path.size
+
+
+def chain(recording: Recording, position: int, limit: int) -> np.ndarray:
+  """Tokens of the drafter's first choices, as far as it has any."""
+  count = min(int(recording.counts[position]), limit)
+  tokens, scores = recording.tokens[position], recording.scores[position]
+  if recording.order is None:
+    missing = np.flatnonzero(scores[:count, 0] == -np.inf)
+    return tokens[: missing[0] if missing.size else count, 0]
+  order, place, out = recording.order[position], 0, []
+  for slot in range(count):
+    if scores[slot, place, 0] == -np.inf:
+      break
+    place = int(order[slot, place, 0])
+    out.append(tokens[slot, place])
+  return np.asarray(out, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+  """A drafted node: slot s stands s + 1 tokens after the anchor.
+
+  Attributes:
+    parent: index in the tree; -1 is the anchor.
+    score: sum of log-probabilities along its path.
+    place: of its token among the slot's candidates.
+  """
+
+  parent: int
+  slot: int
+  token: int
+  score: float
+  place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BestFirst:
+  """The best-first tree over the lattice.
+
+  A node's score is the sum of log-probabilities given its actual parent. The
+  drafter's first choices are always inside, as far as the depth allows; the
+  other nodes are those of the highest scores, whose parents score at least as
+  high and so are inside too. Equal scores: the lower token id, then the older
+  parent, first.
+
+  Attributes:
+    nodes: of a pass, the anchor included.
+    depth: of a path at most; None for all slots.
+  """
+
+  nodes: int
+  depth: int | None = None
+
+  def accepted(self, recording: Recording, position: int) -> int:
+    output = recording.output
+    by_parent: dict[int, list[tuple[int, Node]]] = {}
+    for index, node in enumerate(self.build(recording, position)):
+      by_parent.setdefault(node.parent, []).append((index, node))
+    at, accepted = -1, 0
+    while position + accepted < output.size:
+      wanted = int(output[position + accepted])
+      child = [i for i, n in by_parent.get(at, ()) if n.token == wanted]
+      if not child:
+        break
+      at, accepted = child[0], accepted + 1
+    return accepted
+
+  def build(self, recording: Recording, position: int) -> list[Node]:
+    """The drafted nodes, parents first."""
+    lattice = _Lattice(recording, position, self.depth)
+    budget = self.nodes - 1
+    tree: list[Node] = []
+    children: dict[tuple[int, int], int] = {}
+
+    # Entries: (-score, token, parent, slot, rank under the parent, place).
+    def entry(parent: int, place: int, slot: int, rank: int, above: float):
+      best = lattice.candidate(slot, place, rank)
+      if best is None:
+        return None
+      place, token, score = best
+      return (-(above + score), token, parent, slot, rank, place)
+
+    parent, place, above = -1, 0, 0.0
+    for slot in range(budget):
+      top = entry(parent, place, slot, 0, above)
+      if top is None:
+        break
+      above, place = -top[0], top[5]
+      children[parent, 0] = len(tree)
+      tree.append(Node(parent, slot, top[1], above, place))
+      parent = len(tree) - 1
+
+    heap = []
+
+    def offer(candidate):
+      if candidate is not None:
+        heapq.heappush(heap, candidate)
+
+    offer(entry(-1, 0, 0, 0, 0.0))
+    while heap and len(tree) < budget:
+      score, token, parent, slot, rank, place = heapq.heappop(heap)
+      index = children.get((parent, rank))
+      if index is None:
+        index = children[parent, rank] = len(tree)
+        tree.append(Node(parent, slot, token, -score, place))
+      above = tree[parent].score if parent >= 0 else 0.0
+      from_place = tree[parent].place if parent >= 0 else 0
+      offer(entry(parent, from_place, slot, rank + 1, above))
+      offer(entry(index, place, slot + 1, 0, -score))
+    return tree
+
+
+class _Lattice:
+  """One position's lattice, by (slot, parent's place, rank)."""
+
+  def __init__(self, recording: Recording, position: int, depth: int | None):
+    slots = int(recording.counts[position])
+    self.slots = slots if depth is None else min(slots, depth)
+    self.tokens = recording.tokens[position].tolist()
+    self.scores = recording.scores[position].astype(np.float64).tolist()
+    order = recording.order
+    self.order = None if order is None else order[position].tolist()
+
+  def candidate(
+    self, slot: int, parent: int, rank: int
+  ) -> tuple[int, int, float] | None:
+    """Place, token and log-probability; None where there is none."""
+    if slot >= self.slots or rank >= len(self.tokens[slot]):
+      return None
+    if self.order is None:
+      place, score = rank, self.scores[slot][rank]
+    else:
+      place = self.order[slot][parent][rank]
+      score = self.scores[slot][parent][rank]
+    if score == -np.inf:
+      return None
+    return place, self.tokens[slot][place], score
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+  """A policy followed over recorded outputs.
+
+  Attributes:
+    emitted: tokens of each step, one list per recording.
+  """
+
+  emitted: tuple[tuple[int, ...], ...]
+
+  @property
+  def steps(self) -> int:
+    return sum(len(e) for e in self.emitted)
+
+  @property
+  def tau(self) -> float:
+    """Tokens per step, pooled, bonus included."""
+    return sum(map(sum, self.emitted)) / self.steps
+
+  @property
+  def tau_per_request(self) -> float:
+    return float(np.mean([sum(e) / len(e) for e in self.emitted]))
+
+
+def replay(recordings: Iterable[Recording], policy: Policy) -> Replay:
+  """Follows the policy's own step boundaries."""
+  emitted = []
+  for recording in recordings:
+    steps, at = [], 0
+    while at < len(recording):
+      # A stop or the limit cuts the last run.
+      count = min(policy.accepted(recording, at) + 1, len(recording) - at)
+      steps.append(count)
+      at += count
+    emitted.append(tuple(steps))
+  return Replay(tuple(emitted))
+
+
+def agreement(
+  recording: Recording, policy: Policy, emitted: Sequence[int]
+) -> int:
+  """Steps of a real run that the policy repeats from the same position.
+
+  Args:
+    emitted: tokens of each step of the real run, whose output was recorded.
+  """
+  agreed = at = 0
+  for count in emitted:
+    own = min(policy.accepted(recording, at) + 1, len(recording) - at)
+    agreed += own == count
+    at += count
+  return agreed

@@ -1,0 +1,227 @@
+"""The cost model's part of a report, from result.json alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments import plots
+from experiments.blocks import Block, Heading, Plot, Table, Text
+from experiments.console import number
+from experiments.cost_model import model as model_lib
+from experiments.settings import STOCK
+
+_DEFINITIONS = (
+  "ceiling = tau factor x kernel factor x overhead factor. Tau factor: the"
+  " best-first tree at its best node budget (most tokens per floor time), over"
+  " stock's chain; both replayed on the lattices along stock's recorded outputs"
+  " that did not loop. Kernel factor: profiled step time, the union of kernel"
+  " intervals, over the sum of the classes' floors in a step of that tree."
+  " Overhead factor: measured step time over profiled step time.",
+  "Floor of a class: the longer of its FLOPs and its bytes at the rates that"
+  " the table's source names, counted from the configurations of target and"
+  " drafter.",
+)
+
+
+def factors_line(model: Mapping[str, Any]) -> str:
+  """The three factors and their product, for console and report."""
+  overhead = number(model["overhead_factor"], 3)
+  return (
+    f"cost model: ceiling {number(model['ceiling_speedup'], 2, 'x')} = tau"
+    f" {model['tau_factor']:.3f} x kernel {model['kernel_factor']:.3f} x"
+    f" overhead {overhead}; largest: {model['largest']}"
+    + ("" if model["timing"] == model_lib.PROFILED else f" ({model['timing']})")
+  )
+
+
+def blocks(model: Mapping[str, Any]) -> list[Block]:
+  """Factors, classes, replays; tables and plots."""
+  timing = (
+    "Step times are unions of kernel intervals under the JAX profiler."
+    if model["timing"] == model_lib.PROFILED
+    else "Classes were timed separately, as executables of their own; class"
+    " other is what is left of the whole step, timed alone."
+  )
+  out: list[Block] = [
+    Heading("Cost model"),
+    Text(factors_line(model), "verdict"),
+    *(Text(f"Note: {note}") for note in model["notes"]),
+    Text(f"{timing} Rates: {model['roofline']['source']}."),
+  ]
+  steps = _waterfall(model)
+  if steps:
+    out.append(
+      Plot(
+        "From the measured time of a token to its ceiling",
+        plots.waterfall(steps, "microseconds per output token"),
+      )
+    )
+  shown = {
+    name: {field: c[field] for field in ("measured_us", "floor_us")}
+    for name, c in model["classes"].items()
+    if c["measured_us"] > 0
+  }
+  out += [
+    _systems(model),
+    *_verify(model),
+    _classes(model),
+    Plot("Kernel classes against floors", plots.classes_and_floors(shown)),
+    *_replay(model),
+    *_heaviest(model),
+    *(Text(line) for line in _DEFINITIONS),
+  ]
+  return out
+
+
+def _waterfall(model) -> list[tuple[str, float]] | None:
+  stock = model["systems"][STOCK]
+  if stock["measured_step_us"] is None:
+    return None
+  tau = model["replay"]["stock"]["tau"]
+  best = model["best_tree"]
+  return [
+    ("measured", stock["measured_step_us"] / tau),
+    ("overhead", stock["profiled_step_us"] / tau),
+    ("kernels", best["floor_us"] / tau),
+    ("tau", best["floor_us"] / best["tau"]),
+    ("ceiling", best["floor_us"] / best["tau"]),
+  ]
+
+
+def _systems(model) -> Table:
+  return Table(
+    (
+      "step of",
+      "nodes",
+      "measured us",
+      "profiled us",
+      "floor us",
+      "kernel factor",
+      "overhead factor",
+      "kernels",
+      "other",
+    ),
+    tuple(
+      (
+        name,
+        str(s["nodes"]),
+        number(s["measured_step_us"], 0),
+        number(s["profiled_step_us"], 0),
+        number(s["floor_step_us"], 0),
+        number(s["kernel_factor"], 2),
+        number(s["overhead_factor"], 3),
+        number(s["kernels_per_step"], 0) if s["kernels_per_step"] else "-",
+        number(100 * s["other_share"], 1, " %"),
+      )
+      for name, s in model["systems"].items()
+    ),
+  )  # fmt: skip
+
+
+def _verify(model) -> list[Block]:
+  ratio = model.get("verify_over_ar_step")
+  if ratio is None:
+    return []
+  return [
+    Text(
+      "Stock's step without the drafter takes"
+      f" {ratio:.2f} times as long as a step of autoregressive decoding."
+    )
+  ]
+
+
+def _classes(model) -> Table:
+  rows = []
+  for name, system in model["systems"].items():
+    for kind, c in system["classes"].items():
+      if not c["measured_us"] and not c["floor_us"]:
+        continue
+      ratio = c["measured_us"] / c["floor_us"] if c["floor_us"] else None
+      rows.append(
+        (
+          f"{name} {kind.replace('_', ' ')}",
+          number(c["measured_us"], 1),
+          number(c["floor_us"], 1),
+          number(ratio, 2, "x"),
+          number(c["bytes"] / 1e6, 1),
+          number(c["flops"] / 1e9, 2),
+        )
+      )
+  prefill = model["prefill_pass"]
+  rows.append(
+    (
+      f"prefill pass of {prefill['rows']} tokens",
+      number(prefill["measured_us"], 1),
+      number(prefill["floor_us"], 1),
+      number(prefill["measured_us"] / prefill["floor_us"], 2, "x"),
+      "-",
+      "-",
+    )
+  )
+  return Table(
+    ("class", "measured us", "floor us", "ratio", "MB", "GFLOP"), tuple(rows)
+  )
+
+
+def _replay(model) -> list[Block]:
+  r = model["replay"]
+  stock = r["stock"]
+  rows = [
+    (
+      f"chain of {stock['drafts']} (stock)",
+      number(stock["tau"], 3),
+      number(stock["tau_per_request"], 3),
+      "-",
+      "-",
+    )
+  ] + [
+    (
+      f"best-first tree of {b['nodes']} nodes",
+      number(b["tau"], 3),
+      number(b["tau_per_request"], 3),
+      number(b["floor_us"], 0),
+      number(b["tau_per_floor_ms"], 3),
+    )
+    for b in r["budgets"]
+  ]
+  return [
+    Text(
+      f"Replay: {r['requests']} requests, {r['positions']} positions. Stock's"
+      f" chain repeats {stock['steps_agreeing']} of {stock['steps']} steps of"
+      f" the run; tau {stock['tau']:.3f}, measured"
+      f" {stock['tau_measured']:.3f}."
+    ),
+    Table(
+      (
+        "policy",
+        "tau",
+        "tau per request",
+        "floor us",
+        "tokens per ms of floor",
+      ),
+      tuple(rows),
+    ),
+    Plot(
+      "Acceptance length by node budget",
+      plots.tau_by_nodes(
+        r["budgets"], {"nodes": stock["drafts"] + 1, "tau": stock["tau"]}
+      ),
+    ),
+  ]
+
+
+def _heaviest(model) -> list[Block]:
+  rows = tuple(
+    (
+      f"{name} {k['kernel']}",
+      k["class"].replace("_", " "),
+      number(k["per_step"], 1),
+      number(k["us_each"], 2),
+      number(k["us_per_step"], 1),
+    )
+    for name, system in model["systems"].items()
+    for k in system["heaviest"]
+  )
+  if not rows:
+    return []
+  header = ("kernel", "class", "per step", "us each", "us per step")
+  return [Table(header, rows, left=True)]

@@ -1,0 +1,205 @@
+"""Kernel classes from a profile made by hand, and from a compiled program."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.cost_model import kernels
+from specpilot_jax.errors import SpecPilotError
+
+HLO = """
+HloModule jit_step
+
+%fused_dot (p0: bf16[16,8]) -> bf16[16,8] {
+  %p0 = bf16[16,8] parameter(0)
+  %dot.1 = f32[16,8] dot(%p0, %p0), metadata={op_name="jit(step)/recurrent/weights/ni,oi->no/dot_general" source_line=3}
+  ROOT %add.7 = bf16[16,8] add(%dot.1, %p0), metadata={op_name="jit(step)/add"}
+}
+
+ENTRY %main (a: bf16[16,8]) -> bf16[16,8] {
+  %gemm_fusion.3 = bf16[16,8] fusion(%a), kind=kCustom, calls=%fused_dot, metadata={op_name="jit(step)/add"}
+  %loop_fusion.4 = f32[16] fusion(%a), calls=%other, metadata={op_name="jit(step)/recurrent/mul"}
+  %softmax.1 = f32[16] fusion(%a), calls=%other, metadata={op_name="jit(step)/attention/exp"}
+  %custom-call.9 = f32[16] custom-call(%a), metadata={op_name="jit(step)/drafter/weights/dot_general"}
+  %silu.2 = f32[16] fusion(%a), calls=%other, metadata={op_name="jit(step)/mlp/jit(silu)/mul"}
+  ROOT %argmax.5 = f32[16] fusion(%a), calls=%other, metadata={op_name="jit(step)/argmax"}
+}
+"""  # noqa: E501
+
+NAMES = kernels.op_names(HLO)
+
+
+def kernel(name, op="", module="jit_step", start=0, duration=10):
+  return kernels.Kernel(name, op, module, start, duration)
+
+
+@pytest.mark.parametrize(
+  ("op", "name", "expected"),
+  [
+    # The product inside decides, not the addition behind it.
+    ("gemm_fusion.3", "gemm_fusion_3", kernels.TARGET_GEMM),
+    ("loop_fusion.4", "loop_fusion_4", kernels.RECURRENT),
+    ("softmax.1", "softmax_1", kernels.ATTENTION),
+    ("custom-call.9", "nvjet_tst_128x8", kernels.DRAFTER),
+    ("silu.2", "silu_2", kernels.TARGET_GEMM),
+    ("argmax.5", "argmax_5", kernels.OTHER),
+    # In a CUDA graph: by the kernel's own name.
+    ("", "softmax_1", kernels.ATTENTION),
+    ("command_buffer", "loop_fusion_4", kernels.RECURRENT),
+    ("", "void cutlass::Kernel2<...>", kernels.TARGET_GEMM),
+    ("", "nvjet_hsh_64x8", kernels.TARGET_GEMM),
+    ("", "MemcpyD2H", kernels.OTHER),
+  ],
+)
+def test_classes(op, name, expected):
+  assert kernels.classify(kernel(name, op), NAMES) == expected
+
+
+def test_prompt_passes_are_a_class():
+  k = kernel("softmax_1", "softmax.1", "jit_prefill")
+  assert kernels.classify(k, NAMES) == kernels.PREFILL
+
+
+@pytest.mark.parametrize(
+  ("intervals", "union", "shares"),
+  [
+    ([(0, 10), (10, 5)], 15, [10, 5]),
+    ([(0, 10), (20, 5)], 15, [10, 5]),
+    ([(0, 10), (5, 10)], 15, [7.5, 7.5]),
+    ([(0, 12), (0, 12), (0, 12)], 12, [4, 4, 4]),
+    ([(0, 10), (2, 4)], 10, [8, 2]),
+    ([(5, 0), (0, 10)], 10, [0, 10]),
+    ([(7, 3)], 3, [3]),
+  ],
+)
+def test_union_and_shares(intervals, union, shares):
+  assert kernels.union_ns(intervals) == union
+  np.testing.assert_allclose(kernels.shares_ns(intervals), shares)
+
+
+def test_shares_always_sum_to_the_union():
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    n = rng.integers(1, 60)
+    intervals = list(
+      zip(
+        rng.integers(0, 500, n).tolist(),
+        rng.integers(0, 40, n).tolist(),
+        strict=True,
+      )
+    )
+    total = kernels.shares_ns(intervals).sum()
+    assert total == pytest.approx(kernels.union_ns(intervals))
+
+
+def event(name, start, duration, **stats):
+  return types.SimpleNamespace(
+    name=name, start_ns=start, duration_ns=duration, stats=list(stats.items())
+  )
+
+
+def profile():
+  """Two streams of one GPU, what only encloses them, and a host."""
+  line = types.SimpleNamespace
+  return line(
+    planes=[
+      line(
+        name="/host:CPU",
+        lines=[line(name="python", events=[event("step", 0, 10**6)])],
+      ),
+      line(
+        name="/device:GPU:0",
+        lines=[
+          line(
+            name="Stream #13(Kernel,MemcpyD2H)",
+            events=[
+              event(
+                "gemm_fusion_3", 1000, 6000, kernel_details="regs:32",
+                hlo_op="gemm_fusion.3", hlo_module="jit_step",
+              ),
+              event(
+                "loop_fusion_4", 7000, 2000, kernel_details="regs:32",
+                hlo_op="loop_fusion.4", hlo_module="jit_step",
+              ),
+              event("MemcpyD2H", 9500, 500, memcpy_details="size:4"),
+              event("CudaGraph", 0, 20000, cuda_graph_exec_id=1),
+            ],
+          ),
+          line(
+            name="Stream #14(Kernel)",
+            events=[
+              event(
+                "nvjet_a", 8000, 1000, kernel_details="regs:90",
+                hlo_op="custom-call.9", hlo_module="jit_step",
+              )
+            ],
+          ),
+          line(
+            name="Launch Stats",
+            events=[event("jit_step", 0, 9999, kernel_details="")],
+          ),
+        ],
+      ),
+    ]
+  )  # fmt: skip
+
+
+def test_a_profile_is_divided_exactly():
+  found = kernels.read_profile(profile())
+  assert [k.name for k in found] == [
+    "gemm_fusion_3", "loop_fusion_4", "nvjet_a", "MemcpyD2H",
+  ]  # fmt: skip
+  b = kernels.breakdown(found, NAMES, steps=2)
+  assert b.step_us == pytest.approx(8.5 / 2)
+  assert b.kernels == 2
+  assert b.classes == pytest.approx(
+    {
+      kernels.TARGET_GEMM: 3.0,
+      kernels.RECURRENT: 0.75,
+      kernels.ATTENTION: 0,
+      kernels.DRAFTER: 0.25,
+      kernels.PREFILL: 0,
+      kernels.OTHER: 0.25,
+    }
+  )
+  assert sum(b.classes.values()) == pytest.approx(b.step_us)
+  assert b.unattributed_us == pytest.approx(0.25)
+  top = kernels.heaviest(found, NAMES, 2, count=1)
+  assert top[0]["kernel"] == "gemm_fusion" and top[0]["us_each"] == 6
+
+
+def test_columns_come_back():
+  found = kernels.read_profile(profile())
+  columns = kernels.to_columns(found, NAMES)
+  again, names = kernels.from_columns(columns)
+  # Only what the kernels need is kept.
+  assert set(names) == {"gemm_fusion.3", "loop_fusion.4", "custom-call.9"}
+  assert kernels.breakdown(again, names, 2) == kernels.breakdown(
+    found, NAMES, 2
+  )
+
+
+def test_a_profile_without_a_gpu():
+  with pytest.raises(SpecPilotError, match="no kernel of a GPU"):
+    kernels.read_profile(types.SimpleNamespace(planes=profile().planes[:1]))
+
+
+def test_scopes_of_a_compiled_program():
+  @jax.jit
+  def step(x, w):
+    with jax.named_scope("recurrent"):
+      with jax.named_scope("weights"):
+        y = x @ w
+      y = jnp.tanh(y)
+    with jax.named_scope("drafter"), jax.named_scope("attention"):
+      return jnp.exp(y).sum()
+
+  x = jnp.ones((8, 8))
+  text = step.lower(x, x).compile().as_text()
+  assert text is not None
+  names = kernels.op_names(text)
+  classes = {kernels.classify(kernel(name, name), names) for name in names}
+  assert {kernels.TARGET_GEMM, kernels.DRAFTER} <= classes

@@ -1,0 +1,97 @@
+"""Profiled steps, with the processor's own trace in place of a GPU's."""
+
+import glob
+
+import jax
+import pytest
+
+from experiments.cost_model import kernels, measure, model
+from specpilot_jax.decoding.prompt_lookup import PromptLookup
+from specpilot_jax.decoding.sampling import SamplingParams
+from tests.decoding import kit
+
+# Of jaxlib's own type, on the first look at an event.
+pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats")
+
+
+@pytest.fixture(name="subject")
+def _subject(monkeypatch, tmp_path):
+  """A small hybrid; its activities come from the CPU's lines of a trace."""
+
+  def trace(run):
+    with jax.profiler.trace(str(tmp_path)):
+      run()
+    files = glob.glob(f"{tmp_path}/**/*.xplane.pb", recursive=True)
+    profile = jax.profiler.ProfileData.from_file(max(files))
+    found = []
+    for plane in profile.planes:
+      for line in plane.lines:
+        for event in line.events:
+          stats = dict(event.stats)
+          if "hlo_op" in stats:
+            found.append(
+              kernels.Kernel(
+                event.name,
+                str(stats["hlo_op"]),
+                str(stats["hlo_module"]),
+                round(event.start_ns),
+                round(event.duration_ns),
+              )
+            )
+    return found
+
+  monkeypatch.setattr(measure, "trace", trace)
+  with kit.quick_compilation():
+    yield measure.Subject(
+      target=kit.build(kit.hybrid(), "float32"),
+      drafter=PromptLookup(3),
+      sampling=SamplingParams(),
+      max_seq_len=96,
+      prefill_chunk=16,
+    )
+
+
+def test_every_class_is_found(subject):
+  session = subject.session("stock")
+  system = measure._profiled(session, [1, 2, 1, 2, 1], SamplingParams())
+  assert system["nodes"] == 4 and system["steps"] == measure.PROFILED_STEPS
+  # Two steps before, half of the others behind.
+  assert 4 < system["context"] < 4 + 4 * (2 + measure.PROFILED_STEPS)
+  measured = model.measured_of(system)
+  classes = measured.breakdown.classes
+  for name in ("target_gemm", "recurrent", "attention", "drafter", "other"):
+    assert classes[name] > 0, name
+  assert classes["prefill"] == 0
+  assert sum(classes.values()) == pytest.approx(measured.breakdown.step_us)
+  # Every activity has an instruction of the executable.
+  assert measured.breakdown.unattributed_us == 0
+  assert measured.heaviest
+
+
+def test_few_steps_fit_a_short_sequence(subject):
+  session = subject.session("stock")
+  tokens = [1] * 88
+  system = measure._profiled(session, tokens, SamplingParams())
+  assert 1 <= system["steps"] < measure.PROFILED_STEPS
+  assert system["context"] <= session.capacity
+
+
+def test_a_prompt_pass(subject):
+  session = subject.session("ar")
+  pass_ = measure._prefill(session, list(range(20)), on_cpu=False)
+  assert pass_["rows"] == 16 and pass_["measured_us"] > 0
+  assert pass_["context"] == 19 + 16
+
+
+def test_separate_classes_of_a_hybrid(subject, monkeypatch):
+  monkeypatch.setattr(measure.separate, "_SECONDS", 0.0)
+  monkeypatch.setattr(measure.separate, "_REPEATS", 2)
+  for name, nodes in (("ar", 1), ("stock", 4)):
+    session = subject.session(name)
+    system = measure._separately(session, [1, 2, 1, 2], SamplingParams())
+    assert system["nodes"] == nodes and system["context"] == 3
+    classes = system["classes_us"]
+    for kind in ("target_gemm", "recurrent", "attention"):
+      assert classes[kind] > 0
+    assert (classes["drafter"] > 0) == (name == "stock")
+    assert system["step_alone_us"] > 0

@@ -1,0 +1,313 @@
+"""The cost model from recorded files: by hand, and by the job `profile`."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from experiments import results
+from experiments.cost_model import (
+  __main__,
+  floors,
+  kernels,
+  lattices,
+  measure,
+  model,
+  separate,
+)
+from specpilot_jax.errors import SpecPilotError
+from tests.decoding import kit
+from tests.experiments import tiny
+
+CLASSES_US = {
+  "target_gemm": 50.0, "recurrent": 20.0, "attention": 10.0, "drafter": 15.0,
+  "prefill": 0.0, "other": 5.0,
+}  # fmt: skip
+
+
+def record(system, emitted, e2el_ms):
+  tokens = sum(emitted)
+  return {
+    "request": "a",
+    "system": system,
+    "domain": "d",
+    "prompt_ids": [1, 2, 3],
+    "output_ids": [1, 3, 5, 6][:tokens],
+    "finish_reason": "length",
+    "options": {},
+    "sampling": dataclasses.asdict(results.SamplingParams()),
+    "metrics": {
+      "ttft_ms": 1.0,
+      "tpot_ms": (e2el_ms - 1) / (tokens - 1),
+      "e2el_ms": e2el_ms,
+      "itl_ms": [1.0] * (len(emitted) - 1),
+      "acceptance_length": tokens / len(emitted),
+      "num_spec_steps": len(emitted),
+      "num_draft_tokens": 2 * len(emitted),
+      "num_accepted_draft_tokens": tokens - len(emitted),
+      "emitted_per_step": list(emitted),
+      "drafted_per_step": [2] * len(emitted),
+      "accepted_per_step": [e - 1 for e in emitted],
+      "cut_steps": 0,
+    },
+  }
+
+
+def columns(parts_us):
+  """Kernels one after the other, one class each."""
+  scopes = {
+    "target_gemm": "weights", "recurrent": "recurrent",
+    "attention": "attention", "drafter": "drafter", "other": "rest",
+  }  # fmt: skip
+  at, found = 0, []
+  for name, scope in scopes.items():
+    duration = round(2e3 * parts_us[name])  # two steps
+    found.append(kernels.Kernel(name, scope, "jit_step", at, duration))
+    at += duration + 7
+  names = {scope: f"jit(step)/{scope}/mul" for scope in scopes.values()}
+  return kernels.to_columns(found, names)
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path):
+  """Files of a run: the chain emits 2, 1, 1; the tree of 16 nodes 3, 1."""
+  recorded = lattices.Recording(
+    request="a",
+    looped=False,
+    prompt_length=3,
+    output=np.asarray([1, 3, 5, 6], np.int32),
+    tokens=np.asarray(
+      [[[1, 4], [2, 3]], [[3, 1], [5, 5]], [[0, 5], [6, 0]], [[6, 0], [0, 1]]],
+      np.int32,
+    ),
+    scores=np.tile(np.log([0.6, 0.4]), (4, 2, 1)).astype(np.float16),
+    order=None,
+    counts=np.full(4, 2, np.int16),
+  )
+  lattices.save(tmp_path / lattices.LATTICES, [recorded])
+  lines = [record("ar", (1, 1, 1, 1), 1.33), record("stock", (2, 1, 1), 1.3)]
+  (tmp_path / results.REQUESTS).write_text(
+    "".join(json.dumps(line) + "\n" for line in lines)
+  )
+  profile = {
+    "format": 1,
+    "kind": model.PROFILED,
+    "device_kind": "NVIDIA H200",
+    "dtype": "float32",
+    "target": dataclasses.asdict(kit.hybrid()),
+    "drafter": "prompt_lookup",
+    "drafter_config": None,
+    # Nothing is bound by bytes, so that nodes cost in proportion.
+    "roofline": dataclasses.asdict(
+      floors.Roofline(flops=1e15, bytes=1e10, source="made up")
+    ),
+    "prefill": {"rows": 16, "context": 0, "measured_us": 80.0},
+    "systems": {
+      "ar": {
+        "nodes": 1, "context": 5.0, "steps": 2,
+        "kernels": columns(CLASSES_US | {"drafter": 0.0}),
+      },
+      "stock": {
+        "nodes": 3, "context": 5.0, "steps": 2, "kernels": columns(CLASSES_US),
+      },
+    },
+  }  # fmt: skip
+  (tmp_path / model.PROFILE).write_text(json.dumps(profile))
+  return tmp_path
+
+
+def test_factors_by_hand(run):
+  out = model.compute(run)
+  stock = out["systems"]["stock"]
+  assert stock["profiled_step_us"] == pytest.approx(100)
+  # 0.3 ms over the two steps behind the first.
+  assert stock["measured_step_us"] == pytest.approx(150)
+  assert out["overhead_factor"] == pytest.approx(1.5)
+  assert out["systems"]["ar"]["overhead_factor"] == pytest.approx(110 / 85)
+  assert out["replay"]["stock"]["tau"] == pytest.approx(4 / 3)
+  assert out["replay"]["stock"]["steps_agreeing"] == 3
+  by_nodes = {b["nodes"]: b["tau"] for b in out["replay"]["budgets"]}
+  assert by_nodes == {3: pytest.approx(4 / 3), 16: 2, 32: 2, 48: 2, 64: 2}
+  best = max(out["replay"]["budgets"], key=lambda b: b["tau"] / b["floor_us"])
+  assert out["best_tree"] == best
+  assert out["tau_factor"] == pytest.approx(best["tau"] / (4 / 3))
+  assert out["kernel_factor"] == pytest.approx(100 / best["floor_us"])
+  assert out["ceiling_speedup"] == pytest.approx(
+    out["tau_factor"] * out["kernel_factor"] * out["overhead_factor"]
+  )
+  # The ceiling is the measured time of a token over its floor.
+  assert out["ceiling_speedup"] == pytest.approx(
+    150 / (4 / 3) / (best["floor_us"] / best["tau"])
+  )
+  factors = {name: out[f"{name}_factor"] for name in model.FACTORS}
+  assert out["largest"] == max(factors, key=lambda name: factors[name])
+  assert {n: c["measured_us"] for n, c in out["classes"].items()} == (
+    pytest.approx(CLASSES_US)
+  )
+  assert sum(c["floor_us"] for c in out["classes"].values()) == (
+    pytest.approx(best["floor_us"])
+  )
+  assert out["verify_over_ar_step"] == pytest.approx(85 / 85)
+  assert out["notes"] == []
+
+
+def test_misses_are_told(run):
+  path = run / model.PROFILE
+  profile = json.loads(path.read_text())
+  heavy = CLASSES_US | {"other": 90.0, "recurrent": 0.001}
+  profile["systems"]["stock"]["kernels"] = columns(heavy)
+  profile["roofline"] |= {"flops_limit": 1e15, "bytes_limit": 1.1e10}
+  path.write_text(json.dumps(profile))
+  lines = results.read_requests(run)
+  lines[1]["metrics"] |= record("stock", (1, 2, 1), 1.3)["metrics"]
+  (run / results.REQUESTS).write_text(
+    "".join(json.dumps(line) + "\n" for line in lines)
+  )
+  notes = " ".join(model.compute(run)["notes"])
+  assert "stock: class other is 5" in notes
+  assert "recurrent took 0.0 us, less than" in notes
+  assert "repeats 33.3% of its steps" in notes
+
+
+@pytest.mark.parametrize(
+  ("change", "culprit"),
+  [
+    ({"format": 2}, "format 2, expected 1"),
+    ({"systems": {}}, "'stock' is missing"),
+    ({"roofline": {"flops": 1}}, "damaged"),
+    ({"drafter": "medusa"}, "'medusa'"),
+    ({"prefill": None}, "damaged"),
+  ],
+)
+def test_damaged_profiles(run, change, culprit):
+  path = run / model.PROFILE
+  path.write_text(json.dumps(json.loads(path.read_text()) | change))
+  with pytest.raises(SpecPilotError, match=culprit):
+    model.compute(run)
+
+
+def test_files_of_another_run(run):
+  lines = results.read_requests(run)
+  lines[1]["output_ids"][2] = 9
+  (run / results.REQUESTS).write_text(
+    "".join(json.dumps(line) + "\n" for line in lines)
+  )
+  with pytest.raises(SpecPilotError, match="lattices of request a are not"):
+    model.compute(run)
+
+
+@pytest.fixture(scope="module", name="profiled")
+def _profiled(built):
+  """A finished run of --job=profile of the tiny model."""
+  with pytest.MonkeyPatch.context() as patch, kit.quick_compilation():
+    patch.setenv("SPECPILOT_DATA", str(built / "data"))
+    patch.setattr(separate, "_SECONDS", 0.0)
+    patch.setattr(separate, "_REPEATS", 2)
+    patch.setattr(measure, "prepare", lambda: None)
+    status = tiny.run(
+      "--job=profile",
+      f"--target={built / 'model'}",
+      f"--prompts={built / 'prompts.jsonl'}",
+      "--dtype=float32",
+      "--max_tokens=40",
+      "--prefill_chunk=16",
+      "--min_control_tokens=50",
+      f"--output_dir={built / 'profiled'}",
+    )
+  assert status == 0
+  return built / "profiled"
+
+
+def test_job_profile(profiled):
+  result = results.read_result(profiled)
+  assert result["job"] == "profile" and result["recompiles"] == 0
+  cost = result["cost_model"]
+  assert cost["timing"] == "timed separately"
+  assert cost["roofline"]["source"].startswith("measured here")
+  assert set(cost["classes"]) == set(kernels.CLASSES)
+  for name in ("target_gemm", "attention", "drafter"):
+    assert cost["classes"][name]["measured_us"] > 0
+    assert cost["classes"][name]["floor_us"] > 0
+  # A dense model: no recurrent layers.
+  assert cost["classes"]["recurrent"] == {
+    "measured_us": 0, "floor_us": 0, "floor_at_measured_nodes_us": 0,
+  }  # fmt: skip
+  for name in model.FACTORS:
+    assert cost[f"{name}_factor"] > 0
+  assert cost["systems"]["stock"]["classes_over_step"] == pytest.approx(1)
+  stock = cost["replay"]["stock"]
+  assert stock["steps_agreeing"] == stock["steps"]
+  assert stock["tau"] == pytest.approx(stock["tau_measured"])
+  page = (profiled / "report.html").read_text()
+  assert "Kernel classes against floors" in page
+  text = (profiled / "report.md").read_text()
+  assert "timed separately" in text and "best-first tree of 64 nodes" in text
+
+
+def test_no_time_for_a_cost_model(place, command):
+  folder = place / "no_time"
+  status = tiny.run(
+    *command, "--job=profile", "--max_wall_s=0", f"--output_dir={folder}"
+  )
+  assert status == 0
+  result = results.read_result(folder)
+  assert result["cost_model"] is None
+  assert any("before the cost model" in note for note in result["notes"])
+
+
+def test_recomputed_from_files(profiled, tmp_path, capsys):
+  copy = tmp_path / "run"
+  shutil.copytree(profiled, copy)
+  result = results.read_result(copy)
+  before = result["cost_model"]
+  results.write_result(copy, result | {"cost_model": None})
+  (copy / "report.md").unlink()
+  __main__.main(["cost_model", str(copy)])
+  assert results.read_result(copy)["cost_model"] == before
+  same = (profiled / "report.md").read_text()
+  assert (copy / "report.md").read_text() == same
+  assert "cost model: ceiling" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ("args", "culprit"),
+  [
+    ([], "one argument"),
+    (["/no/such/run"], "/no/such/run"),
+    (["--help"], None),
+  ],
+)
+def test_command_line(args, culprit, capsys):
+  if culprit is None:
+    __main__.main(["cost_model", *args])
+    assert "python -m experiments.cost_model DIR" in capsys.readouterr().out
+    return
+  with pytest.raises(SystemExit) as end:
+    __main__.main(["cost_model", *args])
+  assert end.value.code == 2
+  err = capsys.readouterr().err
+  assert err.startswith("error: ") and culprit in err
+
+
+def test_a_benchmark_has_no_lattices(finished):
+  with pytest.raises(SpecPilotError, match="profile.json: no such file"):
+    __main__.recompute(finished)
+
+
+@pytest.mark.parametrize(
+  ("args", "culprit"),
+  [
+    (["--drafter=none"], "needs a drafter"),
+    (["--systems=ar"], "stock among the systems"),
+    (["--presence_penalty=1"], "penalties"),
+  ],
+)
+def test_profiles_that_cannot_be(place, command, args, culprit, capsys):
+  folder = place / "never"
+  status = tiny.run(*command, "--job=profile", f"--output_dir={folder}", *args)
+  assert status == 2
+  err = capsys.readouterr().err
+  assert culprit in err and err.count("\n") == 1
+  assert not folder.exists()

@@ -1,0 +1,114 @@
+"""Recorded lattices replay real runs: every step of them in float64."""
+
+import numpy as np
+import pytest
+
+from experiments.cost_model import recorder, replay
+from specpilot_jax import loading
+from specpilot_jax.configs import SystemConfig
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.prompt_lookup import PromptLookup
+from specpilot_jax.decoding.sampling import Features, SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from tests.decoding import kit
+from tests.notes import FULL, note
+
+PROMPTS = (
+  "def fib(n):\n  if n < 2:\n    return n\n  return fib(n - 1) + ",
+  "import numpy as np\n\ndef mean(x):\n",
+  "class Stack:\n  def __init__(self):\n    self._items = []\n\n  def push(",
+  "for i in range(10):\n  print(",
+)
+COUNT, TOKENS = (4, 128) if FULL else (2, 32)
+
+
+class ReplayTest(kit.Float64TestCase):
+  def session(self, target, drafter, room):
+    return recorder.Session(
+      target,
+      drafter,
+      max_seq_len=room,
+      prefill_chunk=16,
+      features=Features(greedy=True, filters=False, penalties=False),
+    )
+
+  def compare(self, name, target, drafter, prompts, room, shorter=None):
+    """Stock greedy and sampled, and a shorter chain where one is given."""
+    session = self.session(target, drafter, room)
+    steps = 0
+    # One engine for both temperatures: it compiles less.
+    engines = {
+      drafts: Engine(
+        target,
+        drafter=drafter,
+        max_seq_len=room,
+        prefill_chunk=16,
+        system=SystemConfig(num_drafts=drafts),
+      )
+      for drafts in (None, shorter)
+    }
+    runs = [(0.0, None), (1.0, None)] + [(0.0, shorter)] * bool(shorter)
+    for temperature, drafts in runs:
+      engine = engines[drafts]
+      for seed, prompt in enumerate(prompts):
+        out = engine.generate(
+          prompt,
+          SamplingParams(
+            max_tokens=TOKENS,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=True,
+          ),
+        )
+        if drafts is None:
+          self.kept[temperature, seed] = session.record(
+            str(seed), prompt, out.token_ids, looped=False
+          )
+        recorded = self.kept[temperature, seed]
+        # The matching rule: fewer drafts, the same tokens.
+        self.assertSequenceEqual(recorded.output.tolist(), out.token_ids)
+        policy = replay.Chain(drafts or drafter.num_slots)
+        emitted = out.metrics.emitted_per_step
+        self.assertEqual(replay.replay([recorded], policy).emitted, (emitted,))
+        self.assertEqual(
+          replay.agreement(recorded, policy, emitted), len(emitted)
+        )
+        steps += len(emitted)
+    note(f"replay of {name}: {steps} steps of real runs, all of them repeated")
+
+  def setUp(self):
+    super().setUp()
+    self.kept = {}
+
+  def test_zoo(self):
+    model = loading.load_target("zoo", "float64")
+    drafter = loading.make_drafter("dflash", model.target)
+    assert model.tokenizer is not None and drafter is not None
+    prompts = [model.tokenizer.encode(text) for text in PROMPTS[:COUNT]]
+    shorter = 4 if FULL else None
+    self.compare("the zoo", model.target, drafter, prompts, 192, shorter)
+    # A wider tree never accepts less than the chain inside it from one place.
+    for recorded in self.kept.values():
+      for at in range(len(recorded)):
+        chain = replay.Chain(drafter.num_slots).accepted(recorded, at)
+        tree = replay.BestFirst(32).accepted(recorded, at)
+        self.assertGreaterEqual(tree, chain)
+
+  def test_prompt_lookup(self):
+    """Slots without drafts, and prompts of one token."""
+    target = kit.build(kit.hybrid(vocab_size=7), "float64")
+    drafter = PromptLookup(5, max_ngram=2, min_ngram=1)
+    prompts = [[3], [1, 2, 1, 2, 1], [0, 5, 6] * 7]
+    self.compare("prompt lookup", target, drafter, prompts, 96, shorter=2)
+    counts = np.concatenate([r.counts for r in self.kept.values()])
+    self.assertTrue((counts == 0).any() and (counts > 0).any())
+
+
+def test_rejection_sampling_is_refused():
+  record = {
+    "request": "a",
+    "sampling": {"temperature": 1.0},
+    "options": {"acceptance": "rejection"},
+  }
+  with pytest.raises(SpecPilotError, match="request a .*rejection sampling"):
+    recorder.record_all(None, [record], print)  # pyrefly: ignore
