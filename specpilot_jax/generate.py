@@ -116,6 +116,8 @@ def main() -> None:
     f" first token after {metrics.ttft_ms / 1e3:.2f} s with compilation]",
     file=sys.stderr,
   )
+  for note in model.notes:
+    print(f"[{note}]", file=sys.stderr)
 
 
 if __name__ == "__main__":

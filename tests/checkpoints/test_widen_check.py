@@ -44,8 +44,8 @@ def test_the_widened_zoo_keeps_its_function():
   assert forcing["verdict"] == "pass"
   assert forcing["tokens"] == (20 * 128 if FULL else 4 * 32)
   note(
-    f"widened {exact['acceptance']['small']:.2f} accepted in float64, logits"
-    f" within {exact['logit_difference']:.2g}; bfloat16:"
+    f"widened: {exact['acceptance']['small']:.2f} tokens per block in float64,"
+    f" logits within {exact['logit_difference']:.2g}; bfloat16:"
     f" {100 * acceptance['relative']:+.2f} % acceptance, the same at"
     f" {100 * acceptance['same']:.1f} % of tokens, logits within"
     f" {acceptance['logit_difference']:.2g}; token forcing:"
