@@ -9,6 +9,7 @@ benchmark that also records lattices and step times for the cost model.
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from experiments.cost_model import measure, sections
 from experiments.cost_model import model as cost_model
 from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, loading
+from specpilot_jax.checkpoints import widened
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.request import RequestOutput
 from specpilot_jax.decoding.sampling import SamplingParams
@@ -314,14 +316,14 @@ def _deployment(settings, model, env, room: int) -> dict[str, Any]:
   dtype = str(model.target.dtype)
   parts = (model.config.name, dtype, env["platform"], settings.drafter)
   return {
-    "name": "-".join(p.replace("/", "_") for p in parts),
+    "name": "-".join(re.sub("[/:]", "_", part) for part in parts),
     "target": model.config.name,
     "drafter": settings.drafter,
     "weights": "; ".join([dtype, *model.notes]),
     "weights_sha256": dict(model.sha256),
     "device": env["device_kind"],
     "dtype": dtype,
-    "widened": False,
+    "widened": widened.is_widened(model.config.name),
     "batch": 1,
     "max_seq_len": room,
     "prefill_chunk": settings.prefill_chunk,

@@ -34,8 +34,8 @@ _OUTPUT_DIR = flags.DEFINE_string(
   "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."
 )
 _TARGET = flags.DEFINE_string(
-  "target", None, "zoo, smollm2, a Hugging Face folder, a .gguf or Orbax"
-  " folder.",
+  "target", None, "zoo, smollm2, widened:PRESET (the zoo at a big model's"
+  " shape), a Hugging Face folder, a .gguf or Orbax folder.",
 )  # fmt: skip
 _DRAFTER = flags.DEFINE_string(
   "drafter", "prompt_lookup", f"One of {', '.join(loading.DRAFTERS)}."

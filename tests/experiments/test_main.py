@@ -406,3 +406,28 @@ def test_a_control_that_cannot_be_kept(command, tmp_path, monkeypatch):
   assert result["token_forcing"]["stock"]["verdict"] == "pass"
   (note,) = [n for n in result["notes"] if "not kept" in n]
   assert "No space left on device" in note
+
+
+def test_a_widened_model_is_called_so(place, tmp_path):
+  run = tmp_path / "run"
+  status = tiny.run(
+    "--target=widened:hybrid-1280",
+    f"--prompts={place / 'prompts.jsonl'}",
+    "--num_prompts=1",
+    "--dtype=float32",
+    "--systems=ar",
+    "--max_tokens=2",
+    "--num_warmups=1",
+    "--notoken_forcing",
+    f"--output_dir={run}",
+  )
+  assert status == 0
+  deployment = json.loads((run / "result.json").read_text())["deployment"]
+  assert deployment["widened"]
+  assert "widened: the trained zoo" in deployment["weights"]
+  assert ":" not in deployment["name"]
+
+
+def test_other_models_are_not_widened(finished):
+  result = json.loads((finished / "result.json").read_text())
+  assert not result["deployment"]["widened"]
