@@ -19,6 +19,7 @@ from experiments import (
   environment,
   forcing,
   metrics,
+  plan,
   prompts,
   report,
   results,
@@ -84,11 +85,16 @@ def run(settings: Settings, *, profile: bool = False) -> int:
         f" and {STOCK} among the systems"
       )
   loading.prepare_jax(settings.dtype)
-  model = loading.load_target(settings.target, settings.dtype)
-  drafter = loading.make_drafter(settings.drafter, model.target)
-  requests = _load_prompts(settings, model)
+  if settings.card is not None:
+    plan.check_card(settings.card)
+  source = loading.open_target(settings.target)
+  requests = _load_prompts(settings, source)
   longest = max(len(p.token_ids or ()) for p in requests)
-  room = _sequence_room(model, longest, settings.sampling.max_tokens)
+  room = _sequence_room(source, longest, settings.sampling.max_tokens)
+  planned = _plan(settings, source, room)
+  say(plan.check_memory(planned, plan.limit()))
+  model = source.build(settings.dtype)
+  drafter = loading.make_drafter(settings.drafter, model.target)
 
   def engine(drafter, name: str) -> Engine:
     return Engine(
@@ -184,6 +190,10 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       )
       result["notes"] += notes
       clock.lap("token_forcing")
+    result["device_memory"] = {
+      "planned_bytes": planned,
+      "peak_bytes": plan.peak_bytes(),
+    }
     return _finish(folder, result, records, clock)
   except BaseException as e:
     folder.event("run_failed", error=f"{type(e).__name__}: {e}")
@@ -273,6 +283,22 @@ def token_force(settings: Settings) -> int:
     raise
   finally:
     folder.close()
+
+
+def _plan(
+  settings: Settings, source: loading.Source, room: int
+) -> dict[str, int]:
+  drafting = sum(name != AR for name in settings.systems)
+  plain = len(settings.systems) - drafting + settings.token_forcing
+  return plan.memory(
+    source.config,
+    loading.drafter_config(settings.drafter, source.config),
+    dtype=settings.dtype or loading.default_dtype(),
+    max_seq_len=room,
+    prefill_chunk=settings.prefill_chunk,
+    drafting=drafting,
+    plain=plain,
+  )
 
 
 def _load_prompts(settings: Settings, model) -> list[prompts.Prompt]:

@@ -104,6 +104,10 @@ DEVICES = (
 )  # fmt: skip
 
 
+CARDS = dict(zip(("h100", "h200", "rtx_pro_6000"), DEVICES[:3], strict=True))
+"""Cards that flag files are for."""
+
+
 def lookup(device_kind: str) -> Device:
   """The entry of a JAX `device_kind`.
 

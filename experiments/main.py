@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import benchmark, prompts, report, settings
+from experiments import benchmark, devices, prompts, report, settings
 from experiments.metrics import MeasurementError
 from specpilot_jax import cli, loading, sampling_flags
 from specpilot_jax.configs import DTYPES
@@ -78,6 +78,9 @@ _MIN_CONTROL_TOKENS = flags.DEFINE_integer(
   "min_control_tokens", None, "Control tokens that a verdict needs; 5000 on a"
   " CPU, else 20000.",
 )  # fmt: skip
+_CARD = flags.DEFINE_enum(
+  "card", None, sorted(devices.CARDS), "GPU generation that the run needs."
+)
 _REQUESTS = flags.DEFINE_string(
   "requests", None, "requests.jsonl or its folder, for --job=token_force."
 )
@@ -115,6 +118,7 @@ def read_settings() -> settings.Settings:
     max_wall_s=_MAX_WALL_S.value,
     output_dir=_path(_OUTPUT_DIR.value),
     requests=_path(_REQUESTS.value),
+    card=_CARD.value,
     flags=_flag_values(),
   )
 

@@ -39,6 +39,7 @@ _EMPTY: dict[str, Any] = {
   "compilation": {},
   "recompiles": None,
   "stopped_early": False,
+  "device_memory": None,
   "timing_s": {},
   "notes": [],
 }

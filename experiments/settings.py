@@ -37,6 +37,7 @@ class Settings:
     max_wall_s: no request and no scoring starts later than this.
     output_dir: None is `runs/<time>-<deployment>`.
     requests: recorded requests that token forcing judges.
+    card: key of `devices.CARDS` that the run is for; None runs anywhere.
     flags: every flag as text, for the record.
   """
 
@@ -57,6 +58,7 @@ class Settings:
   max_wall_s: float | None
   output_dir: Path | None
   requests: Path | None
+  card: str | None
   flags: Mapping[str, str]
 
   def __post_init__(self):

@@ -20,6 +20,7 @@ from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.drafters.dflash import DFlashDrafter
 from specpilot_jax.tokenizer import Tokenizer
 from specpilot_jax.zoo import store
@@ -86,36 +87,68 @@ def prepare_jax(dtype: str | None) -> None:
     compilation.use_persistent_cache(cache)
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A model that is known but not on the device yet.
+
+  Attributes:
+    name: name or path it was opened by.
+    config: its shape.
+    checkpoint: what it is made of; the zoo's for a widened model.
+  """
+
+  name: str
+  config: ModelConfig
+  checkpoint: Checkpoint
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    return self.checkpoint.tokenizer
+
+  def build(self, dtype: str | None = None) -> LoadedModel:
+    """Builds the target in `dtype`; `default_dtype()` by default."""
+    dtype = dtype or default_dtype()
+    notes = tuple(self.checkpoint.notes)
+    if widened.is_widened(self.name):
+      target = widened.target(self.name, self.checkpoint, dtype)
+      notes = (*notes, widened.note(self.name))
+    else:
+      target = target_lib.build(self.config, self.checkpoint.params, dtype)
+    return LoadedModel(
+      target=target,
+      tokenizer=self.tokenizer,
+      notes=notes,
+      sha256=dict(self.checkpoint.sha256),
+    )
+
+
+def open_target(name_or_path: str | os.PathLike[str]) -> Source:
+  """Reads a model, without anything on the device.
+
+  Args:
+    name_or_path: see `checkpoints.load_checkpoint`; or `widened:PRESET`, the
+      zoo at the shape of a big model (`checkpoints.widened`).
+  """
+  name = str(name_or_path)
+  if not name:
+    raise SpecPilotError("the name or path of the model is empty")
+  if widened.is_widened(name):
+    zoo = load_checkpoint(ZOO)
+    return Source(name, widened.target_config(name, zoo), zoo)
+  checkpoint = load_checkpoint(name_or_path)
+  return Source(name, checkpoint.config, checkpoint)
+
+
 def load_target(
   name_or_path: str | os.PathLike[str], dtype: str | None = None
 ) -> LoadedModel:
   """Loads a checkpoint and builds the target.
 
   Args:
-    name_or_path: see `checkpoints.load_checkpoint`; or `widened:PRESET`, the
-      zoo at the shape of a big model (`checkpoints.widened`).
+    name_or_path: see `open_target`.
     dtype: `bfloat16`, `float32` or `float64`; `default_dtype()` by default.
   """
-  if not str(name_or_path):
-    raise SpecPilotError("the name or path of the model is empty")
-  if widened.is_widened(str(name_or_path)):
-    name = str(name_or_path)
-    target, zoo = widened.target(name, dtype or default_dtype())
-    return LoadedModel(
-      target=target,
-      tokenizer=zoo.tokenizer,
-      notes=(*zoo.notes, widened.note(name)),
-      sha256=dict(zoo.sha256),
-    )
-  checkpoint: Checkpoint = load_checkpoint(name_or_path)
-  return LoadedModel(
-    target=target_lib.build(
-      checkpoint.config, checkpoint.params, dtype or default_dtype()
-    ),
-    tokenizer=checkpoint.tokenizer,
-    notes=tuple(checkpoint.notes),
-    sha256=dict(checkpoint.sha256),
-  )
+  return open_target(name_or_path).build(dtype)
 
 
 def default_drafter(config: ModelConfig) -> str:
@@ -143,24 +176,41 @@ def make_drafter(
     return PromptLookup()
   if target is None:
     raise SpecPilotError(f"drafter {str(name)!r} needs its target")
-  folder = pathlib.Path(name)
   if name == "dflash" and widened.is_widened(target.config.name):
     model = widened.drafter(target.config.name, str(target.dtype))
-    return DFlashDrafter(model, target)
+  else:
+    model = drafter_lib.load(_folder(name, target.config), str(target.dtype))
+  return DFlashDrafter(model, target)
+
+
+def _folder(name: str | os.PathLike[str], target: ModelConfig) -> pathlib.Path:
+  """Where a learned drafter lies."""
   if name == "dflash":
-    if target.config.name not in _OWN_DRAFTERS:
+    if target.name not in _OWN_DRAFTERS:
       raise SpecPilotError(
-        f"{target.config.name} has no dflash drafter of its own; give the"
-        " folder of one"
+        f"{target.name} has no dflash drafter of its own; give the folder of"
+        " one"
       )
-    folder = _OWN_DRAFTERS[target.config.name]
-  elif not folder.is_dir():
+    return _OWN_DRAFTERS[target.name]
+  folder = pathlib.Path(name)
+  if not folder.is_dir():
     raise SpecPilotError(
       f"drafter {str(name)!r} is neither a known name"
       f" ({', '.join(DRAFTERS)}) nor a folder"
     )
-  model = drafter_lib.load(folder, str(target.dtype))
-  return DFlashDrafter(model, target)
+  return folder
+
+
+def drafter_config(
+  name: str | os.PathLike[str], target: ModelConfig
+) -> DrafterConfig | None:
+  """Shape of the drafter that `make_drafter` makes; None where it has no
+  weights. Raises as that does."""
+  if name in ("none", "prompt_lookup"):
+    return None
+  if name == "dflash" and widened.is_widened(target.name):
+    return widened.drafter_config(target.name)
+  return drafter_lib.load_config(_folder(name, target))
 
 
 def sequence_room(config: ModelConfig, prompt: int, output: int) -> int:

@@ -5,11 +5,12 @@ They are made of the zoo on the device each time, and never stored: see
 """
 
 from specpilot_jax import configs
-from specpilot_jax.checkpoints import ZOO, Checkpoint, load_checkpoint, widen
+from specpilot_jax.checkpoints import Checkpoint, widen
 from specpilot_jax.checkpoints import drafter as drafter_lib
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import target as target_lib
-from specpilot_jax.models.drafters import config as drafter_config
+from specpilot_jax.models.drafters import config as drafter_configs
+from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.drafters.dflash import DFlash
 from specpilot_jax.zoo import store
 
@@ -30,32 +31,43 @@ def preset_of(name: str) -> configs.ModelConfig:
     SpecPilotError: no such preset; the line lists those that have a drafter.
   """
   wanted = name[len(PREFIX) :].lower()
-  for preset in drafter_config.PRESETS:
+  for preset in drafter_configs.PRESETS:
     if preset.lower() == wanted:
       return configs.preset(preset)
-  known = ", ".join(f"{PREFIX}{p.lower()}" for p in drafter_config.PRESETS)
+  known = ", ".join(f"{PREFIX}{p.lower()}" for p in drafter_configs.PRESETS)
   raise SpecPilotError(f"unknown widened model {name!r}; there are: {known}")
 
 
-def target(name: str, dtype: str) -> tuple[target_lib.Target, Checkpoint]:
-  """The zoo's target at the shape of a preset, and the zoo's checkpoint.
+def target(name: str, small: Checkpoint, dtype: str) -> target_lib.Target:
+  """The zoo's target at the shape of a preset.
+
+  Args:
+    small: the zoo's checkpoint.
 
   Raises:
     SpecPilotError: see `preset_of`.
   """
   wide = preset_of(name)
-  small = load_checkpoint(ZOO)
   drafter = drafter_lib.load_config(store.DFLASH)
-  taps = widen.drafter_taps(drafter, drafter_config.PRESETS[wide.name])
-  made = widen.widen_target(
+  taps = widen.drafter_taps(drafter, drafter_configs.PRESETS[wide.name])
+  return widen.widen_target(
     small.config, small.params, wide, SEED, taps=taps, dtype=dtype
   )
-  return made, small
+
+
+def target_config(name: str, small: Checkpoint) -> configs.ModelConfig:
+  """The shape of `target`."""
+  return widen.widened_target_config(small.config, preset_of(name))
+
+
+def drafter_config(name: str) -> DrafterConfig:
+  """The shape of `drafter`, but for what the zoo's says of its tokens."""
+  return drafter_configs.PRESETS[preset_of(name).name]
 
 
 def drafter(name: str, dtype: str) -> DFlash:
   """The zoo's drafter at the shape of the preset's."""
-  wide = drafter_config.PRESETS[preset_of(name).name]
+  wide = drafter_config(name)
   small = drafter_lib.load(store.DFLASH, dtype)
   return widen.widen_drafter(small, wide, SEED, dtype=dtype)
 
