@@ -1,9 +1,10 @@
-"""Training text: permissively licensed Python sources of this machine.
+"""Training text: permissively licensed Python and its documentation.
 
 The corpus is the standard library and the installed distributions whose
-metadata declares a permissive licence. Files are de-duplicated by content,
-split by file into training and held-out text, and checked for overlap with the
-prompt sets that results are reported on.
+metadata declares a permissive licence: their sources, their Markdown and
+reStructuredText files, and the descriptions in their metadata. Files are
+de-duplicated by content, split by file into training and held-out text, and
+checked for overlap with the prompt sets that results are reported on.
 """
 
 import concurrent.futures
@@ -21,8 +22,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 MIN_BYTES, MAX_BYTES = 400, 200_000
+CODE = ".py"
+DOCUMENTATION = (".md", ".rst")
 MAX_LINE = 1000
-HELD_OUT_PER_MILLE = 10
+"""Of code; longer ones are tables and generated. A paragraph may be longer."""
+HELD_OUT_PER_MILLE = {"code": 10, "documentation": 100}
 OVERLAP_WORDS = 10
 
 _PERMISSIVE = re.compile(
@@ -30,6 +34,7 @@ _PERMISSIVE = re.compile(
   r"|HPND|Unlicense|0BSD)\b|2-Clause|3-Clause",
   re.IGNORECASE,
 )
+_LEGAL_TEXT = re.compile("licen[cs]e|copying|notice", re.IGNORECASE)
 _RESTRICTED = re.compile(
   r"GPL|Proprietary|NVIDIA|Commercial|MPL", re.IGNORECASE
 )
@@ -42,6 +47,11 @@ class Document:
   source: str  # distribution or "stdlib", then the path inside it
   licence: str
   text: str
+
+  @property
+  def domain(self) -> str:
+    """`code` or `documentation`."""
+    return "code" if self.source.endswith(CODE) else "documentation"
 
   @property
   def digest(self) -> str:
@@ -72,9 +82,17 @@ def _readable(path: pathlib.Path) -> str | None:
     text = path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError):
     return None
-  if max(map(len, text.splitlines()), default=0) > MAX_LINE:
-    return None  # tables and generated code
+  if path.suffix == CODE:
+    if max(map(len, text.splitlines()), default=0) > MAX_LINE:
+      return None
   return text
+
+
+def _description(metadata) -> str | None:
+  """What a distribution says of itself, mostly its README."""
+  body = metadata.get_payload() or metadata.get("Description") or ""
+  text = body.strip() + "\n"
+  return text if MIN_BYTES <= len(text.encode()) <= MAX_BYTES else None
 
 
 def _stdlib() -> Iterator[Document]:
@@ -96,8 +114,13 @@ def _distributions() -> Iterator[Document]:
     licence = _licence(dist.metadata)
     if licence is None:
       continue
+    description = _description(dist.metadata)
+    if description is not None:
+      yield Document(f"{name}/DESCRIPTION.rst", licence, description)
     for file in sorted(dist.files or (), key=str):
-      if file.suffix != ".py" or ".." in file.parts:
+      if file.suffix not in (CODE, *DOCUMENTATION) or ".." in file.parts:
+        continue
+      if file.suffix in DOCUMENTATION and _LEGAL_TEXT.search(str(file)):
         continue
       text = _readable(pathlib.Path(str(dist.locate_file(file))))
       if text is not None:
@@ -113,8 +136,10 @@ def corpus() -> list[Document]:
 
 
 def is_held_out(document: Document) -> bool:
-  """A split by file that never changes: one file in a hundred."""
-  return int(document.digest[:8], 16) % 1000 < HELD_OUT_PER_MILLE
+  """A split by file that never changes: one file in a hundred, and of the few
+  that are documentation one in ten."""
+  held_out = HELD_OUT_PER_MILLE[document.domain]
+  return int(document.digest[:8], 16) % 1000 < held_out
 
 
 def ngrams(text: str, words: int = OVERLAP_WORDS) -> set[tuple[str, ...]]:

@@ -33,6 +33,21 @@ class DataTest(parameterized.TestCase):
     again = document(held[0].text, source="elsewhere/b.py")
     self.assertTrue(data.is_held_out(again))
 
+  def test_more_of_the_documentation_is_held_out(self):
+    texts = [f"Read this {i} times.\n" * 50 for i in range(1000)]
+    held = sum(data.is_held_out(document(t, "pkg/README.md")) for t in texts)
+    self.assertBetween(held, 70, 130)
+    for i, text in enumerate(texts[:200]):
+      if data.is_held_out(document(text)):
+        self.assertTrue(data.is_held_out(document(text, f"pkg/{i}.rst")))
+
+  def test_description(self):
+    metadata = email.message.Message()
+    metadata["Name"] = "pkg"
+    self.assertIsNone(data._description(metadata))
+    metadata.set_payload("\nWhat it does.\n" * 60)
+    self.assertStartsWith(data._description(metadata) or "", "What it does.")
+
   def test_overlap_with_a_test_text_is_dropped(self):
     test = "return the sum of all even numbers in the given list of integers"
     copied = document(f"def f(x):\n  # {test}\n  return 1\n", "pkg/copied.py")
