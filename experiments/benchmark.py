@@ -28,7 +28,7 @@ from experiments.console import Progress, number, say, table
 from experiments.cost_model import measure, sections
 from experiments.cost_model import model as cost_model
 from experiments.settings import AR, STOCK, Settings
-from specpilot_jax import compilation, loading
+from specpilot_jax import compilation, footprint, loading
 from specpilot_jax.checkpoints import widened
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.request import RequestOutput
@@ -92,7 +92,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   longest = max(len(p.token_ids or ()) for p in requests)
   room = _sequence_room(source, longest, settings.sampling.max_tokens)
   planned = _plan(settings, source, room)
-  say(plan.check_memory(planned, plan.limit()))
+  say(plan.check_memory(planned, footprint.device_bytes()))
   model = source.build(settings.dtype)
   drafter = loading.make_drafter(settings.drafter, model.target)
 

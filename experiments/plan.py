@@ -1,6 +1,5 @@
 """What a deployment needs of a machine, told before anything is loaded."""
 
-import os
 from typing import Any
 
 import jax
@@ -80,14 +79,6 @@ def memory(
     "recurrent_state": (drafting + plain) * without.recurrent_bytes,
     "workspace": SCORED_COPIES * rows * target.vocab_size * 4,
   }
-
-
-def limit() -> int | None:
-  """Bytes that this process may hold on its device; None if unknown."""
-  device = jax.devices()[0]
-  if device.platform == "cpu":
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def check_memory(plan: dict[str, int], available: int | None) -> str:

@@ -7,6 +7,7 @@ its executable knows (`memory_analysis`).
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,6 +57,14 @@ class Footprint:
 
 def _bytes(leaves: Iterable[Any]) -> int:
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def device_bytes() -> int | None:
+  """Bytes that this process may hold on its device; None if unknown."""
+  device = jax.devices()[0]
+  if device.platform == "cpu":
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def capacity(max_seq_len: int, prefill_chunk: int, num_drafts: int) -> int:

@@ -6,7 +6,7 @@ import pathlib
 
 import jax
 
-from specpilot_jax import compilation, paths
+from specpilot_jax import compilation, footprint, paths
 from specpilot_jax.checkpoints import (
   SMOLLM2,
   ZOO,
@@ -106,8 +106,19 @@ class Source:
     return self.checkpoint.tokenizer
 
   def build(self, dtype: str | None = None) -> LoadedModel:
-    """Builds the target in `dtype`; `default_dtype()` by default."""
+    """Builds the target in `dtype`; `default_dtype()` by default.
+
+    Raises:
+      SpecPilotError: the weights alone are more than the device can hold.
+    """
     dtype = dtype or default_dtype()
+    needed = footprint.target_bytes(self.config, dtype)
+    available = footprint.device_bytes()
+    if available is not None and needed > available:
+      raise SpecPilotError(
+        f"{self.config.name} in {dtype} has {needed / 1e9:.3g} GB of weights,"
+        f" this device offers {available / 1e9:.3g} GB"
+      )
     notes = tuple(self.checkpoint.notes)
     if widened.is_widened(self.name):
       target = widened.target(self.name, self.checkpoint, dtype)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from experiments import plan
-from specpilot_jax import configs, footprint
+from specpilot_jax import configs, footprint, loading
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters import config as drafter_configs
 from tests.experiments import tiny
@@ -81,9 +81,19 @@ def test_memory_is_checked(monkeypatch):
   assert "in all" in plan.check_memory(found, None)
   with pytest.raises(SpecPilotError, match="the device offers 40"):
     plan.check_memory(found, 40 * 10**9)
-  assert (plan.limit() or 0) > 10**9
+  assert (footprint.device_bytes() or 0) > 10**9
   a_gpu(monkeypatch, "NVIDIA H200", {"bytes_limit": 7, "peak_bytes_in_use": 5})
-  assert (plan.limit(), plan.peak_bytes()) == (7, 5)
+  assert (footprint.device_bytes(), plan.peak_bytes()) == (7, 5)
+
+
+def test_weights_that_do_not_fit_are_not_made(monkeypatch):
+  monkeypatch.setattr(footprint, "device_bytes", lambda: 50 * 10**9)
+  source = loading.open_target("widened:qwen3.8-27b")
+  with pytest.raises(
+    SpecPilotError,
+    match="widened:Qwen3.8-27B in bfloat16 has 53.8 GB .* offers 50 GB",
+  ):
+    source.build("bfloat16")
 
 
 def test_a_run_ends_with_that_line(place, command, capsys):
