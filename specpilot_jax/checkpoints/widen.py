@@ -172,12 +172,13 @@ def drafter_ends(c: DrafterConfig, r: Ratios) -> dict[str, Spread]:
   }
 
 
-def _ratio(names: str, field: str, small: int, wide: int) -> int:
+def _ratio(names: str, small, wide, field: str) -> int:
   """Wide over small; refused unless it is a power of two."""
-  ratio, rest = divmod(wide, small)
+  own, other = getattr(small, field), getattr(wide, field)
+  ratio, rest = divmod(other, own)
   if rest or ratio < 1 or ratio & (ratio - 1):
     raise SpecPilotError(
-      f"{names}: {field} {small} to {wide} is not a power of two times wider"
+      f"{names}: {field} {own} to {other} is not a power of two times wider"
     )
   return ratio
 
@@ -200,7 +201,7 @@ def _heads(names, small, wide, many: str, few: str) -> int:
       f"{names}: {many} to {few} is {groups[0]}:1 in one and {groups[1]}:1 in"
       " the other; widening copies whole groups"
     )
-  return _ratio(names, few, getattr(small, few), getattr(wide, few))
+  return _ratio(names, small, wide, few)
 
 
 def target_ratios(small: ModelConfig, wide: ModelConfig) -> Ratios:
@@ -236,13 +237,8 @@ def target_ratios(small: ModelConfig, wide: ModelConfig) -> Ratios:
     _equal(names, small, wide, fields)
     gdn = _heads(names, small, wide, "gdn_num_value_heads", "gdn_num_key_heads")
   return Ratios(
-    hidden=_ratio(names, "hidden_size", small.hidden_size, wide.hidden_size),
-    mlp=_ratio(
-      names,
-      "intermediate_size",
-      small.intermediate_size,
-      wide.intermediate_size,
-    ),
+    hidden=_ratio(names, small, wide, "hidden_size"),
+    mlp=_ratio(names, small, wide, "intermediate_size"),
     attention=_heads(names, small, wide, "num_heads", "num_kv_heads"),
     gdn=gdn,
   )
@@ -259,13 +255,8 @@ def drafter_ratios(small: DrafterConfig, wide: DrafterConfig) -> Ratios:
       f" {len(wide.target_layers)}"
     )
   return Ratios(
-    hidden=_ratio(names, "hidden_size", small.hidden_size, wide.hidden_size),
-    mlp=_ratio(
-      names,
-      "intermediate_size",
-      small.intermediate_size,
-      wide.intermediate_size,
-    ),
+    hidden=_ratio(names, small, wide, "hidden_size"),
+    mlp=_ratio(names, small, wide, "intermediate_size"),
     attention=_heads(names, small, wide, "num_heads", "num_kv_heads"),
   )
 

@@ -183,6 +183,8 @@ TARGET_SCHEDULE = Schedule(
   warmup=122,
 )
 
+# The drafter that ships is older: AdamW, tokens as labels, 32 anchors, prompts
+# of 64 tokens (WORKSPACE_NOTES.md, first training).
 ZOO_DRAFTER = DrafterRecipe(
   config=DFLASH,
   schedule=Schedule(
