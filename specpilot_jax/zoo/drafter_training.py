@@ -83,6 +83,24 @@ class Text:
   hidden: Float[Array, "R N D"]
 
 
+def _reach(overlap: Float[Array, "A S"]) -> Float[Array, "A S"]:
+  """By how much the expected acceptance length grows with each slot's overlap.
+
+  That length is sum_k prod_(j <= k) a_j for overlaps a, its derivative by a_j
+  the chance of reaching slot j times what follows it: 1 + a_(j+1) * (1 + ...).
+  """
+  reached = jnp.cumprod(overlap, axis=1)[:, :-1]
+  reached = jnp.pad(reached, ((0, 0), (1, 0)), constant_values=1)
+
+  def behind(rest, a):
+    return 1 + a * rest, rest
+
+  _, rest = jax.lax.scan(
+    behind, jnp.ones(overlap.shape[:1]), overlap.T, reverse=True
+  )
+  return reached * rest.T
+
+
 LOGITS = 1 << 30
 """Logits held at a time; more of them are computed again, part by part."""
 
@@ -105,10 +123,10 @@ def loss(
     embedding, head: of the target.
     anchors: positions of anchors, at least one token before a row's end; slots
       behind the end do not count.
-    recipe: its `gamma`, `soft` and `variation`.
+    recipe: its `gamma`, `reach`, `soft` and `variation`.
   """
   slots = drafter.config.block_size - 1
-  weights = jnp.exp(-jnp.arange(slots) / recipe.gamma)
+  decay = jnp.exp(-jnp.arange(slots) / recipe.gamma)
 
   def one(row: Text, anchors):
     hidden = block_hidden(
@@ -141,18 +159,18 @@ def loss(
     mix = recipe.variation
     nll = (1 - mix) * (norm - said) + mix * (1 - overlap)
     right = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-    return nll * counts, right * counts, counts
+    weights = (1 - recipe.reach) * decay + recipe.reach * _reach(overlap)
+    return nll, right, counts, jax.lax.stop_gradient(weights) * counts
 
   rows, per_row = anchors.shape
   at_once = max(1, LOGITS // (per_row * slots * head.shape[0]))
   if at_once >= rows:
-    nll, right, counts = jax.vmap(one)(text, anchors)
+    nll, right, counts, weights = jax.vmap(one)(text, anchors)
   else:
-    nll, right, counts = jax.lax.map(
+    nll, right, counts, weights = jax.lax.map(
       lambda args: jax.checkpoint(one)(*args),
       (text, anchors),
       batch_size=at_once,
     )
-  seen = counts.sum((0, 1))
-  value = (nll.sum((0, 1)) * weights).sum() / (seen * weights).sum()
-  return value, right.sum((0, 1)) / seen
+  value = (nll * weights).sum() / weights.sum()
+  return value, (right * counts).sum((0, 1)) / counts.sum((0, 1))

@@ -17,6 +17,13 @@ SOLVE = (
 
 QUESTION_TOKENS = 64
 
+OPENINGS = ("from typing import List\n\n\ndef", "import math\n\n\ndef")
+SIGNATURE_TOKENS = 32
+DOCSTRING_TOKENS = 96
+
+_SIGNATURE = re.compile(r" \w+\([^\n]*\)[^\n]*:\n")
+_QUOTES = '"""'
+
 _HEAD = re.compile(
   r'^def \w+\((?:[^()"]|\([^()"]*\))*\)[^:"\n]*:\n'
   r'( +)"""[^"\\]{40,1200}"""\n',
@@ -55,11 +62,8 @@ def questions(
   marker = "\x00"
   opening = tokenizer.chat([{"role": "user", "content": marker}])
   prompt = tokenizer.encode(opening[: opening.index(marker)])
-  rows = self_text.generate(
-    target, [prompt] * count, QUESTION_TOKENS, np.ones(count), seed
-  )[:, len(prompt) :]
   found: dict[str, None] = {}
-  for row in rows:
+  for row in _said(target, [prompt] * count, QUESTION_TOKENS, seed):
     ends = np.flatnonzero(np.isin(row, tokenizer.eos_token_ids))
     if ends.size:
       text = tokenizer.decode(row[: ends[0]].tolist()).strip()
@@ -68,18 +72,76 @@ def questions(
   return list(found)
 
 
+def own_heads(
+  target: Target,
+  tokenizer: Tokenizer,
+  count: int,
+  seed: int,
+  allowed: Callable[[str], bool],
+) -> list[str]:
+  """Function heads that the target itself writes: signature, then docstring.
+
+  Every other one is left without the import that it began with. Heads that are
+  not complete within the limits, repeat another or are not `allowed` are left
+  out.
+  """
+
+  def continued(beginnings, new_tokens, seed):
+    prompts = [tokenizer.encode(text) for text in beginnings]
+    rows = _said(target, prompts, new_tokens, seed)
+    return [tokenizer.decode(row.tolist()) for row in rows]
+
+  openings = [OPENINGS[i % len(OPENINGS)] for i in range(count)]
+  signed = []
+  for opening, text in zip(
+    openings, continued(openings, SIGNATURE_TOKENS, seed), strict=True
+  ):
+    if match := _SIGNATURE.match(text):
+      signed.append(f"{opening}{match.group(0)}    {_QUOTES}")
+  if not signed:
+    return []
+  # As many as before, so that one executable serves every call.
+  signed = [signed[i % len(signed)] for i in range(count)]
+  found: dict[str, None] = {}
+  for i, (head, text) in enumerate(
+    zip(signed, continued(signed, DOCSTRING_TOKENS, seed + 1), strict=True)
+  ):
+    docstring, quotes, _ = text.partition(_QUOTES)
+    if quotes and docstring.strip():
+      head = f"{head}{docstring}{_QUOTES}\n"
+      if i % 2:
+        head = head[head.index("def ") :]
+      if allowed(head):
+        found[head] = None
+  return list(found)
+
+
+def _said(target, prompts, new_tokens, seed) -> list[np.ndarray]:
+  """What the target says after each prompt at temperature 1."""
+  rows = self_text.generate(
+    target, prompts, new_tokens, np.ones(len(prompts)), seed
+  )
+  return [
+    row[len(prompt) : len(prompt) + new_tokens]
+    for row, prompt in zip(rows, prompts, strict=True)
+  ]
+
+
 def answers_wanted(
   heads: Sequence[str],
+  own: Sequence[str],
   questions: Sequence[str],
   tokenizer: Tokenizer,
   count: int,
   longest: int,
   seed: Sequence[int],
 ) -> list[list[int]]:
-  """`count` prompts: half bare heads, a quarter worded heads, a quarter chat.
+  """`count` prompts, of eight: three own heads, two of the corpus, one of them
+  worded as a task, two questions.
 
   Args:
-    heads: function heads.
+    heads: function heads of the corpus.
+    own: function heads that the target wrote.
     questions: user turns.
     longest: ids in a prompt at most; longer ones are passed over.
 
@@ -94,16 +156,17 @@ def answers_wanted(
       if 2 <= len(ids) <= longest:
         yield ids
 
+  def bare(head):
+    return head
+
   def chat(text):
     return tokenizer.chat([{"role": "user", "content": text}])
 
-  bare = stream(heads, lambda head: head)
-  kinds = (
-    bare,
-    stream(heads, lambda head: chat(SOLVE.format(prompt=head))),
-    bare,
-    stream(questions, chat),
-  )
+  written = stream(own, bare)
+  taken = stream(heads, bare)
+  asked = stream(questions, chat)
+  tasks = stream(heads, lambda head: chat(SOLVE.format(prompt=head)))
+  kinds = (written, taken, asked, written, tasks, taken, asked, written)
   prompts = []
   for i in range(count):
     ids = next(kinds[i % len(kinds)], None)

@@ -147,7 +147,9 @@ class DrafterRecipe:
     config: shape of the drafter.
     schedule: one phase; its `length` is that of the text's rows.
     anchors: blocks per row and step.
-    gamma: decay of the slots' weights.
+    gamma: decay of the slots' weights: exp(-(k - 1) / gamma).
+    reach: share of each weight that is instead what the slot's overlap with
+      its label is worth in accepted tokens.
     soft: rows that were sampled are taught the target's law at each slot in
       place of the token that was drawn from it.
     variation: share of the total variation distance in the loss, the rest
@@ -164,6 +166,7 @@ class DrafterRecipe:
   schedule: Schedule
   anchors: int
   gamma: float
+  reach: float
   soft: bool
   variation: float
   temperatures: tuple[float, ...]
@@ -176,11 +179,12 @@ class DrafterRecipe:
 
 TARGET_SCHEDULE = Schedule(
   phases=(
-    Phase(steps=2145, length=2048, sequences=32),
-    Phase(steps=61, length=8192, sequences=8),
+    Phase(steps=7000, length=2048, sequences=32),
+    Phase(steps=100, length=8192, sequences=8),
   ),
   peak=3e-3,
-  warmup=122,
+  warmup=300,
+  muon=True,
 )
 
 # The drafter that ships is older: AdamW, tokens as labels, 32 anchors, prompts
@@ -196,6 +200,7 @@ ZOO_DRAFTER = DrafterRecipe(
   ),
   anchors=64,
   gamma=7.0,
+  reach=0.0,
   soft=True,
   variation=0.5,
   temperatures=(0.0, 0.0, 1.0),
@@ -217,6 +222,7 @@ SMOLLM2_DRAFTER = DrafterRecipe(
   ),
   anchors=64,
   gamma=4.0,
+  reach=0.0,
   soft=False,
   variation=0.0,
   temperatures=(0.0, 0.0, 1.0),

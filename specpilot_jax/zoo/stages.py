@@ -91,7 +91,8 @@ def _stage_data(name: str, work: pathlib.Path, tests: Sequence[str]) -> None:
   np.save(work / "train.npy", stream)
   with (work / "held_out.jsonl").open("w") as f:
     for d in held_out:
-      f.write(json.dumps({"source": d.source, "text": d.text}) + "\n")
+      line = {"source": d.source, "domain": d.domain, "text": d.text}
+      f.write(json.dumps(line) + "\n")
   _write_corpus(work, train, held_out, dropped, train_tokens=stream.size)
 
 
@@ -160,16 +161,19 @@ def _prompts(
   heads = json.loads((work / "heads.json").read_text())
   forbidden = data.runs_of(tests)
 
+  def allowed(text):
+    return forbidden.isdisjoint(data.ngrams(text))
+
   def of_round(i):
-    questions = prompting.questions(
-      model.target,
-      tokenizer,
-      recipe.rows,
-      seed=i,
-      allowed=lambda text: forbidden.isdisjoint(data.ngrams(text)),
-    )
+    target, rows = model.target, recipe.rows
     return prompting.answers_wanted(
-      heads, questions, tokenizer, recipe.rows, recipe.prompt_tokens, [3, i]
+      heads,
+      prompting.own_heads(target, tokenizer, rows, 2 * i, allowed),
+      prompting.questions(target, tokenizer, rows, i, allowed),
+      tokenizer,
+      rows,
+      recipe.prompt_tokens,
+      [3, i],
     )
 
   return of_round
@@ -189,9 +193,10 @@ def _stage_release(name: str, work: pathlib.Path) -> None:
   )
   sources = json.loads((work / "corpus.json").read_text())["sources"]
   lines = (work / "held_out.jsonl").read_text().splitlines()
+  documents = [json.loads(line) for line in lines]
   store.write_prompts(
     release / store.PROMPTS.name,
-    [json.loads(line) for line in lines],
+    [d for d in documents if d["domain"] == "code"],
     {name: entry["licence"] for name, entry in sources.items()},
     tokenizers.Tokenizer.from_file(str(work / "tokenizer.json")),
   )

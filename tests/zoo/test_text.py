@@ -38,6 +38,7 @@ RECIPE = recipes.DrafterRecipe(
   ),
   anchors=4,
   gamma=4.0,
+  reach=0.5,
   soft=True,
   variation=0.5,
   temperatures=(0.0, 1.0),
@@ -90,25 +91,36 @@ class FakeTokenizer:
     return "[" + messages[0]["content"] + "]"
 
 
+class PlainTokenizer(FakeTokenizer):
+  def encode(self, text):
+    return [ord(c) for c in text]
+
+
 class PromptsTest(absltest.TestCase):
   def test_kinds_and_lengths(self):
     tokenizer: Any = FakeTokenizer()
     heads = ["h" * n for n in range(2, 30)]
+    own = ["o" * n for n in range(2, 30)]
     questions = ["q" * n for n in range(2, 30)]
-    prompts = prompting.answers_wanted(heads, questions, tokenizer, 8, 120, [0])
+
+    def wanted(longest):
+      return prompting.answers_wanted(
+        heads, own, questions, tokenizer, 8, longest, [0]
+      )
+
+    prompts = wanted(120)
     self.assertLen(prompts, 8)
     encode = tokenizer.encode
-    for i in (0, 2, 4, 6):
-      self.assertEqual(set(prompts[i]), set(encode("h")))
-    for i in (1, 5):
-      opening = encode("[" + prompting.SOLVE[:20])
-      self.assertEqual(prompts[i][: len(opening)], opening)
-    for i in (3, 7):
+    for kind, places in (("o", (0, 3, 7)), ("h", (1, 5))):
+      for i in places:
+        self.assertEqual(set(prompts[i]), set(encode(kind)))
+      self.assertLen({tuple(prompts[i]) for i in places}, len(places))
+    opening = encode("[" + prompting.SOLVE[:20])
+    self.assertEqual(prompts[4][: len(opening)], opening)
+    for i in (2, 6):
       self.assertEqual(prompts[i][:2], encode("[q"))
-    bare = [tuple(prompts[i]) for i in (0, 2, 4, 6)]
-    self.assertLen(set(bare), 4)
     with self.assertRaisesRegex(ValueError, "too few prompts"):
-      prompting.answers_wanted(heads, questions, tokenizer, 8, 40, [0])
+      wanted(40)
 
   def test_questions_end_and_are_allowed(self):
     said = np.asarray(
@@ -125,6 +137,50 @@ class PromptsTest(absltest.TestCase):
         unused, tokenizer, 4, 0, lambda text: text != "x"
       )
     self.assertEqual(found, ["ab"])
+
+  def test_own_heads_are_whole_and_allowed(self):
+    signatures = [" f(x):\n  return", " g(x) -> int:\n", " broken(", " h():\n"]
+    docstrings = ["A.", 'B.""" and', 'C."""', "never closed"]
+    calls = []
+
+    def generate(target, prompts, new_tokens, temperatures, seed):
+      calls.append([tokenizer.decode(p) for p in prompts])
+      texts = signatures if len(calls) == 1 else docstrings
+      width = max(map(len, prompts)) + new_tokens
+      rows = np.zeros((len(prompts), width), np.int64)
+      for row, prompt, text in zip(rows, prompts, texts, strict=True):
+        said = (text + " " * new_tokens)[:new_tokens]
+        row[: len(prompt) + new_tokens] = [*prompt, *map(ord, said)]
+      return rows
+
+    tokenizer: Any = PlainTokenizer()
+    unused: Any = None
+
+    def heads(allowed):
+      calls.clear()
+      with mock.patch.object(self_text, "generate", generate):
+        return prompting.own_heads(unused, tokenizer, 4, 0, allowed)
+
+    first, second = prompting.OPENINGS
+    found = heads(lambda text: True)
+    # Three signatures, the first of them again; two docstrings that end.
+    self.assertEqual(
+      calls[1],
+      [
+        first + ' f(x):\n    """',
+        second + ' g(x) -> int:\n    """',
+        second + ' h():\n    """',
+        first + ' f(x):\n    """',
+      ],
+    )
+    self.assertEqual(
+      found,
+      [
+        'def g(x) -> int:\n    """B."""\n',
+        second + ' h():\n    """C."""\n',
+      ],
+    )
+    self.assertEqual(heads(lambda text: "B." not in text), found[1:])
 
 
 class RowsTest(kit.Float64TestCase):

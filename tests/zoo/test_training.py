@@ -196,7 +196,7 @@ class ForwardTest(kit.Float64TestCase):
   @parameterized.product(sampled=(False, True), variation=(0.0, 0.25))
   def test_drafter_loss_is_the_decayed_mean(self, sampled, variation):
     recipe = dataclasses.replace(
-      recipes.ZOO_DRAFTER, gamma=4.0, variation=variation
+      recipes.ZOO_DRAFTER, gamma=4.0, reach=0.0, variation=variation
     )
     config = drafter_config(CONFIG)
     model = DFlash(config, jnp.float64, nnx.Rngs(3))
@@ -232,6 +232,48 @@ class ForwardTest(kit.Float64TestCase):
         weight += w
     self.assertAlmostEqual(float(value), total / weight, delta=1e-4)
     self.assertLen(right, 4)
+
+  def test_reach_is_the_slope_of_the_expected_length(self):
+    overlap = jnp.asarray(np.random.default_rng(0).random((3, 5)))
+    overlap = overlap.at[1, 2].set(0.0)  # nothing behind it is reached
+    slope = jax.grad(lambda a: jnp.cumprod(a, axis=1).sum())(overlap)
+    np.testing.assert_allclose(
+      drafter_training._reach(overlap), slope, atol=1e-12
+    )
+
+  def test_weights_by_reach_follow_the_drafter(self):
+    config = drafter_config(CONFIG)
+    model = DFlash(config, jnp.float64, nnx.Rngs(3))
+    hidden, taps = training.hidden_states(self.target, self.tokens, (0, 2))
+    text = drafter_training.Text(
+      tokens=self.tokens[None],
+      ends=jnp.asarray([64]),
+      sampled=jnp.asarray([False]),
+      features=taps[None],
+      hidden=hidden[None],
+    )
+    embedding = self.target.embed.weight[...]
+
+    def value(reach, variation=1.0):
+      recipe = dataclasses.replace(
+        recipes.ZOO_DRAFTER, gamma=4.0, reach=reach, variation=variation
+      )
+      anchors = jnp.asarray([[20]])
+      return drafter_training.loss(
+        model, embedding, embedding, text, anchors, recipe
+      )[0]
+
+    block = drafter_training.block_hidden(
+      model, embedding, self.tokens, taps, jnp.asarray([20])
+    )[0, 1:]
+    said = jax.nn.softmax(self.target.logits(block), axis=-1)
+    overlap = jnp.stack([said[i, self.tokens[21 + i]] for i in range(4)])
+    decay = np.exp(-np.arange(4) / 4.0)
+    slope = jax.grad(lambda a: jnp.cumprod(a).sum())(overlap)
+    for reach in (0.5, 1.0):
+      weights = (1 - reach) * decay + reach * slope
+      expected = ((1 - overlap) * weights).sum() / weights.sum()
+      self.assertAlmostEqual(float(value(reach)), float(expected), delta=1e-5)
 
 
 class SelfTextTest(kit.Float64TestCase):
