@@ -478,7 +478,8 @@ def _finish(folder, result, records, clock) -> int:
   if result["cost_model"]:
     for note in result["cost_model"]["notes"]:
       say(f"note: {note}")
-    say(sections.factors_line(result["cost_model"]))
+    for line in sections.lines(result["cost_model"]):
+      say(line)
   if not result["token_forcing"] and result["job"] != "token_force":
     say("token forcing: nothing was judged")
   if result["device_memory"]:
