@@ -11,9 +11,11 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from experiments import (
   environment,
@@ -23,6 +25,7 @@ from experiments import (
   prompts,
   report,
   results,
+  timed,
 )
 from experiments.console import Progress, number, say, table
 from experiments.cost_model import measure, sections
@@ -31,12 +34,9 @@ from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
 from specpilot_jax.checkpoints import widened
 from specpilot_jax.decoding.engine import Engine
-from specpilot_jax.decoding.request import RequestOutput
-from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
-
-_WARM_UP_TOKENS = 16
+from specpilot_jax.models import target as target_lib
 
 
 @dataclasses.dataclass
@@ -75,6 +75,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
     SpecPilotError: bad input; nothing was written.
   """
   clock = _Clock(settings.max_wall_s)
+  startup: dict[str, Any] = {"program_s": environment.process_age_s()}
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
   if profile:
@@ -91,10 +92,16 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   requests = _load_prompts(settings, source)
   longest = max(len(p.token_ids or ()) for p in requests)
   room = _sequence_room(source, longest, settings.sampling.max_tokens)
-  planned = _plan(settings, source, room)
+  planned = _plan(settings, source, room, profile=profile)
   say(plan.check_memory(planned, footprint.device_bytes()))
   model = source.build(settings.dtype)
   drafter = loading.make_drafter(settings.drafter, model.target)
+  jax.block_until_ready(
+    (target_lib.parameters(model.target), drafter and drafter.params)
+  )
+  startup["weights_s"] = environment.process_age_s()
+  peaks = plan.Peaks(planned)
+  peaks.note("weights")
 
   def engine(drafter, name: str) -> Engine:
     return Engine(
@@ -152,15 +159,28 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   folder.event("run_started", job=job, environment=env)
   try:
     clock.lap("load")
-    result["compilation"] = _warm_up(settings, engines, requests, folder)
+    result["compilation"] = timed.warm_up(settings, engines, requests, folder)
     clock.lap("warm_up")
+    peaks.note("warm_up")
+    startup["first_token_s"] = {
+      name: told["first_token_s"]
+      for name, told in result["compilation"].items()
+    }
+    result["startup"] = startup
+    say(f"seconds since the process started: {_startup(startup)}")
     before = compilation.num_compilations()
-    records, stopped = _measure(
-      settings, engines, requests, folder, environment.run_label(env), clock
+    records, stopped = timed.measure(
+      settings,
+      engines,
+      requests,
+      folder,
+      environment.run_label(env),
+      clock.deadline,
     )
     result["recompiles"] = compilation.num_compilations() - before
     result["stopped_early"] = stopped
     clock.lap("measure")
+    peaks.note("measure")
     result["systems"] = {
       name: metrics.summarize(members, records.get(AR, ()))
       | {"options": registry.assignments(settings.system(name))}
@@ -174,6 +194,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
         folder, subject, records, result, clock
       )
       clock.lap("profile")
+      peaks.note("profile")
     if settings.token_forcing:
       result["token_forcing"], notes = _force(
         Engine(
@@ -190,10 +211,9 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       )
       result["notes"] += notes
       clock.lap("token_forcing")
-    result["device_memory"] = {
-      "planned_bytes": planned,
-      "peak_bytes": plan.peak_bytes(),
-    }
+      peaks.note("token_forcing")
+    result["device_memory"] = peaks.told()
+    result["notes"] += peaks.notes()
     return _finish(folder, result, records, clock)
   except BaseException as e:
     folder.event("run_failed", error=f"{type(e).__name__}: {e}")
@@ -285,11 +305,20 @@ def token_force(settings: Settings) -> int:
     folder.close()
 
 
+def _startup(startup: Mapping[str, Any]) -> str:
+  parts = [f"weights {startup['weights_s']:.1f}"]
+  for name, seconds in startup["first_token_s"].items():
+    parts.append(f"first token of {name} {seconds:.1f}")
+  return ", ".join(parts)
+
+
 def _plan(
-  settings: Settings, source: loading.Source, room: int
+  settings: Settings, source: loading.Source, room: int, *, profile: bool
 ) -> dict[str, int]:
   drafting = sum(name != AR for name in settings.systems)
   plain = len(settings.systems) - drafting + settings.token_forcing
+  # A profile has a request of its own beside the engines'.
+  drafting += profile
   return plan.memory(
     source.config,
     loading.drafter_config(settings.drafter, source.config),
@@ -383,107 +412,6 @@ def _announce(settings: Settings, model, env, requests) -> None:
   )
 
 
-def _warm_up(settings, engines, requests, folder) -> dict[str, Any]:
-  """Compiles and warms up each system; what it took, by system."""
-  out = {}
-  for name, engine in engines.items():
-    before, started = compilation.num_compilations(), time.monotonic()
-    engine.warm_up(settings.sampling)
-    compile_s = time.monotonic() - started
-    sampling = dataclasses.replace(
-      settings.sampling,
-      max_tokens=min(_WARM_UP_TOKENS, settings.sampling.max_tokens),
-    )
-    for i in range(settings.num_warmups):
-      engine.generate(requests[i % len(requests)].token_ids, sampling)
-    out[name] = {
-      "compile_s": round(compile_s, 3),
-      "executables": compilation.num_compilations() - before,
-      "warm_up_s": round(time.monotonic() - started - compile_s, 3),
-    }
-    folder.event("warmed_up", system=name, **out[name])
-    say(f"compiled {name} in {compile_s:.1f} s (not part of any figure)")
-  return out
-
-
-def _measure(settings, engines, requests, folder, label, clock):
-  """Decodes all prompts; returns the records by system, and if time ran out."""
-  records: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-  total = len(engines) * len(requests)
-  with Progress("decode", total) as progress:
-    for index, prompt in enumerate(requests):
-      if time.monotonic() > clock.deadline:
-        folder.event("time_limit", requests_done=index)
-        return records, True
-      sampling = dataclasses.replace(
-        settings.sampling, seed=(settings.sampling.seed + index) % 2**32
-      )
-      order = list(engines)[:: -1 if index % 2 else 1]
-      for place, name in enumerate(order):
-        output, itl_ms = _decode(engines[name], prompt.token_ids, sampling)
-        record = {
-          "request": prompt.id,
-          "system": name,
-          "domain": prompt.domain,
-          "place": place,
-          **_record(output, itl_ms),
-          "sampling": dataclasses.asdict(sampling),
-          "options": registry.assignments(settings.system(name)),
-          "target": settings.target,
-          "drafter": "none" if name == AR else settings.drafter,
-          "run": label,
-        }
-        metrics.check_identity(results.to_json(record))
-        records[name].append(results.to_json(record))
-        folder.request(record)
-        folder.event("request", request=prompt.id, system=name)
-        m = output.metrics
-        progress.advance(
-          f"{prompt.id} {name}: {m.output_tokens} tokens,"
-          f" {1e3 * m.output_tokens / m.e2e_ms:.1f} tok/s, tau"
-          f" {m.acceptance_length:.2f}, {output.finish_reason}"
-        )
-  return records, False
-
-
-def _decode(
-  engine: Engine, prompt_ids: Sequence[int], sampling: SamplingParams
-) -> tuple[RequestOutput, list[float]]:
-  """One timed request, and the gaps between its chunks in ms."""
-  times, output = [], None
-  for chunk in engine.stream(prompt_ids, sampling):
-    times.append(time.perf_counter())
-    output = chunk.output
-  assert output is not None
-  gaps = [1e3 * (b - a) for a, b in zip(times[:-1], times[1:], strict=True)]
-  return output, gaps
-
-
-def _record(output: RequestOutput, itl_ms: list[float]) -> dict[str, Any]:
-  m = output.metrics
-  return {
-    "prompt_ids": output.prompt_ids,
-    "output_ids": output.token_ids,
-    "text": output.text,
-    "finish_reason": output.finish_reason,
-    "stop_reason": output.stop_reason,
-    "metrics": {
-      "ttft_ms": m.ttft_ms,
-      "tpot_ms": m.tpot_ms,
-      "e2el_ms": m.e2e_ms,
-      "itl_ms": itl_ms,
-      "acceptance_length": m.acceptance_length,
-      "num_spec_steps": m.num_steps,
-      "num_draft_tokens": sum(m.drafted_per_step),
-      "num_accepted_draft_tokens": sum(m.accepted_per_step),
-      "emitted_per_step": m.emitted_per_step,
-      "drafted_per_step": m.drafted_per_step,
-      "accepted_per_step": m.accepted_per_step,
-      "cut_steps": m.cut_steps,
-    },
-  }
-
-
 def _cost_model(
   folder, subject, records, result, clock
 ) -> dict[str, Any] | None:
@@ -550,9 +478,14 @@ def _finish(folder, result, records, clock) -> int:
   if result["cost_model"]:
     for note in result["cost_model"]["notes"]:
       say(f"note: {note}")
-    say(sections.factors_line(result["cost_model"]))
+    for line in sections.lines(result["cost_model"]):
+      say(line)
   if not result["token_forcing"] and result["job"] != "token_force":
     say("token forcing: nothing was judged")
+  if result["device_memory"]:
+    memory = plan.describe(result["device_memory"])
+    if memory:
+      say(memory)
   parts = ", ".join(f"{k} {v:.0f}" for k, v in result["timing_s"].items())
   say(f"seconds: {parts}")
   say(f"report: {written}")
@@ -572,7 +505,7 @@ def summary_table(systems: Mapping[str, Any]) -> str:
       number(s["speedup_vs_ar"], 2, "x"),
       number(s["acceptance_length"]),
       number(s["mean_ttft_ms"], 0),
-      number(s["mean_tpot_ms"], 1),
+      number(s["mean_tpot_ms"], 2),
       str(s["requests"]),
       str(s["output_tokens"]),
       "-" if s["same_output_as_ar"] is None else str(s["same_output_as_ar"]),

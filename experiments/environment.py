@@ -61,6 +61,22 @@ def run_label(environment: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
+_IMPORTED = time.monotonic()
+
+
+def process_age_s() -> float:
+  """Seconds since this process started; where the system does not tell, since
+  this module was read."""
+  try:
+    # Behind the program's name, which may hold spaces: state is field 3,
+    # start time field 22 in ticks since boot (proc_pid_stat(5)).
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(stat[22 - 3]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+  except (OSError, ValueError, IndexError, AttributeError):
+    return time.monotonic() - _IMPORTED
+
+
 def device_name() -> str:
   """The accelerator's name, or the processor's."""
   device = jax.devices()[0]

@@ -33,6 +33,8 @@ def calibration(
   return token_forcing.Calibration(
     paths.data_dir() / "calibration",
     {
+      # A widened model is made of the small one's files.
+      "target": model.config.name,
       "weights": dict(sorted(model.sha256.items())),
       "dtype": str(model.target.dtype),
       "platform": device.platform,

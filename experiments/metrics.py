@@ -180,6 +180,17 @@ def _tau(records: Sequence[Record]) -> tuple[float | None, float | None]:
   return _ratio(sum(tokens), sum(passes)), _ratio(sum(each), len(each))
 
 
+def _taus(records: Sequence[Record]) -> dict[str, float | None]:
+  """Both kinds of tau, of all requests and of those that did not loop."""
+  out = {}
+  ended = [r for r in records if r["finish_reason"] != LOOP]
+  for suffix, members in (("", records), ("_without_loops", ended)):
+    pooled, each = _tau(members)
+    out[f"acceptance_length{suffix}"] = pooled
+    out[f"acceptance_length_per_request{suffix}"] = each
+  return out
+
+
 def _rates(records: Sequence[Record]) -> dict[str, float | None]:
   """Tokens per second, prefill included and not."""
   tokens = sum(len(r["output_ids"]) for r in records)
@@ -192,11 +203,11 @@ def _rates(records: Sequence[Record]) -> dict[str, float | None]:
 
 
 def _group(records: Sequence[Record]) -> dict[str, Any]:
-  tau, _ = _tau(records)
   return {
     "requests": len(records),
     "output_tokens": sum(len(r["output_ids"]) for r in records),
-    "acceptance_length": tau,
+    "loop_requests": sum(r["finish_reason"] == LOOP for r in records),
+    **_taus(records),
     **_rates(records),
   }
 
@@ -251,9 +262,6 @@ def summarize(
     reference: of autoregressive decoding; empty where it was not run.
   """
   loops = [r for r in records if r["finish_reason"] == LOOP]
-  ended = [r for r in records if r["finish_reason"] != LOOP]
-  tau, tau_each = _tau(records)
-  tau_ended, tau_each_ended = _tau(ended)
   metrics = [r["metrics"] for r in records]
   duration_ms = sum(m["e2el_ms"] for m in metrics)
   inputs = sum(len(r["prompt_ids"]) for r in records)
@@ -266,10 +274,7 @@ def summarize(
     **_spread([m["ttft_ms"] for m in metrics], "ttft"),
     **_spread([gap for m in metrics for gap in m["itl_ms"]], "itl"),
     **_spread([m["e2el_ms"] for m in metrics], "e2el"),
-    "acceptance_length": tau,
-    "acceptance_length_per_request": tau_each,
-    "acceptance_length_without_loops": tau_ended,
-    "acceptance_length_per_request_without_loops": tau_each_ended,
+    **_taus(records),
     "requests": len(records),
     "completed": len(records),
     "output_tokens": outputs,

@@ -1,5 +1,6 @@
 """What a deployment needs of a machine, told before anything is loaded."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,6 +10,9 @@ from specpilot_jax import footprint
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters.config import DrafterConfig
+
+PLAN_HOLDS = 0.05
+"""Share of the plan that the peak may differ from it."""
 
 SCORED_COPIES = 3
 """Of a scored chunk's logits in float32 that live at once: the model's own,
@@ -103,3 +107,57 @@ def peak_bytes() -> int | None:
   """The most that was held so far; None where the device does not count."""
   stats: dict[str, Any] | None = jax.devices()[0].memory_stats()
   return (stats or {}).get("peak_bytes_in_use")
+
+
+class Peaks:
+  """The most that was held, beside the plan.
+
+  Args:
+    planned: bytes by purpose.
+  """
+
+  def __init__(self, planned: dict[str, int]):
+    self._planned = planned
+    self._after: dict[str, int] = {}
+
+  def note(self, part: str) -> None:
+    """Keeps the peak up to now under the name of what has just ended."""
+    peak = peak_bytes()
+    if peak is not None:
+      self._after[part] = peak
+
+  def told(self) -> dict[str, Any]:
+    """`device_memory` of result.json.
+
+    `peak_bytes` is the largest, None where the device does not count;
+    `peak_bytes_after` has it by part of the run, so that a peak of compilation
+    (which tries out products) is told from one of decoding.
+    """
+    total = sum(self._planned.values())
+    peak = max(self._after.values(), default=None)
+    return {
+      "planned_bytes": self._planned,
+      "planned_total_bytes": total,
+      "peak_bytes": peak,
+      "peak_bytes_after": dict(self._after),
+      "peak_over_plan": None if peak is None else peak / total,
+    }
+
+  def notes(self) -> list[str]:
+    """What a reader must know of a plan that did not hold."""
+    told = self.told()
+    ratio = told["peak_over_plan"]
+    if ratio is None or abs(ratio - 1) <= PLAN_HOLDS:
+      return []
+    return [f"{describe(told)}: more than {PLAN_HOLDS:.0%} from it"]
+
+
+def describe(memory: Mapping[str, Any]) -> str | None:
+  """One line on `device_memory`; None where the device does not count."""
+  ratio = memory["peak_over_plan"]
+  if ratio is None:
+    return None
+  return (
+    f"peak memory {memory['peak_bytes'] / 1e9:.4g} GB, planned"
+    f" {memory['planned_total_bytes'] / 1e9:.4g} GB ({ratio - 1:+.1%})"
+  )

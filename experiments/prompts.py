@@ -1,9 +1,11 @@
-"""Prompt sets: zoo-128, HumanEval-164, MT-Bench-80, GSM8K-100, own files.
+"""Prompt sets: zoo-128, zoo-512, HumanEval-164, MT-Bench-80, GSM8K-100, files.
 
-zoo-128 ships with the package: Python from files that the zoo was not trained
-on, to be continued. The other sets are fetched: `python -m experiments.fetch
-NAME`. The wording around each problem is the one that the evaluations of the
-released DFlash and DSpark drafters use, so that acceptance lengths compare.
+zoo-128 and zoo-512 ship with the package: text from files that the zoo was not
+trained on, to be continued. zoo-128 is Python, 200 tokens each; zoo-512 has
+Python and documentation in turn, 512 to 1,024 tokens each. The other sets are
+fetched: `python -m experiments.fetch NAME`. The wording around each problem is
+the one that the evaluations of the released DFlash and DSpark drafters use, so
+that acceptance lengths compare.
 
 Each set is cut in two. What is tuned on, searched with or looked at belongs
 to the `dev` half; the `sealed` half serves the final test alone.
@@ -22,7 +24,7 @@ from typing import Any, Protocol
 
 from specpilot_jax import paths
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.zoo import store
+from specpilot_jax.zoo import data, store
 
 SPLITS = ("dev", "sealed", "all")
 
@@ -91,13 +93,14 @@ class _PromptSet:
   """How to read one set.
 
   Attributes:
-    asset: its name in `experiments.fetch`; None where the package ships it.
+    asset: its name in `experiments.fetch`; or the path of the file that the
+      package ships.
     count: prompts in it; anything else is an error.
     chat: whether its prompts are chats, unless the caller says otherwise.
     read: (index, record, chat) -> (prompt, whether it belongs to dev).
   """
 
-  asset: str | None
+  asset: str | Callable[[], Path]
   count: int
   chat: bool
   read: Callable[[int, Mapping[str, Any], bool], tuple[Prompt, bool]]
@@ -110,6 +113,16 @@ def _zoo(index: int, record: Mapping[str, Any], chat: bool):
   return Prompt(id=f"zoo/{index}", domain="code", text=text, chat=chat), (
     index < 64
   )
+
+
+def _zoo_long(index: int, record: Mapping[str, Any], chat: bool):
+  prompt, is_dev = _zoo(index, record, chat)
+  domain = record["domain"]
+  if domain not in data.DOMAINS:
+    raise ValueError(f"no domain {domain!r}")
+  return dataclasses.replace(
+    prompt, id=f"zoo-512/{index}", domain=domain
+  ), is_dev
 
 
 def _humaneval(index: int, record: Mapping[str, Any], chat: bool):
@@ -150,7 +163,12 @@ def _mt_bench(index: int, record: Mapping[str, Any], chat: bool):
 
 
 _SETS: Mapping[str, _PromptSet] = {
-  "zoo-128": _PromptSet(asset=None, count=128, chat=False, read=_zoo),
+  "zoo-128": _PromptSet(
+    asset=lambda: store.PROMPTS, count=128, chat=False, read=_zoo
+  ),
+  "zoo-512": _PromptSet(
+    asset=lambda: store.LONG_PROMPTS, count=128, chat=False, read=_zoo_long
+  ),
   "HumanEval-164": _PromptSet(
     asset="humaneval", count=164, chat=True, read=_humaneval
   ),
@@ -179,13 +197,14 @@ def load_prompts(
       not read.
     tokenizer: fills `Prompt.token_ids` when given.
     limit: at most so many prompts, the first ones; None for all.
-    split: `dev`, `sealed` or `all`. HumanEval: tasks 0 to 81 are dev. zoo-128
-      and GSM8K: the first half. MT-Bench: the odd question ids. A file has no
-      halves.
+    split: `dev`, `sealed` or `all`. HumanEval: tasks 0 to 81 are dev. zoo-128,
+      zoo-512 and GSM8K: the first half. MT-Bench: the odd question ids. A file
+      has no halves.
     chat: whether the chat template is applied. None is the set's own way:
-      zoo-128 is continued as it stands, the other sets are chats, a file is
-      continued unless its lines say otherwise. False suits a model without a
-      chat template; HumanEval's text is then the bare function head.
+      zoo-128 and zoo-512 are continued as they stand, the other sets are
+      chats, a file is continued unless its lines say otherwise. False suits a
+      model without a chat template; HumanEval's text is then the bare function
+      head.
 
   Returns:
     The prompts in the order of the file.
@@ -227,11 +246,11 @@ def load_prompts(
 
 def _load_set(name: str, split: str, chat: bool) -> list[Prompt]:
   prompt_set = _SETS[name]
-  if prompt_set.asset is None:
-    path, hint = store.PROMPTS, "install the package again"
-  else:
+  if isinstance(prompt_set.asset, str):
     path = paths.asset_path(prompt_set.asset)
     hint = f"fetch it again: python -m experiments.fetch {prompt_set.asset}"
+  else:
+    path, hint = prompt_set.asset(), "install the package again"
   prompts, halves = [], []
   try:
     for index, (_, record) in enumerate(_records(path)):
@@ -252,10 +271,10 @@ def _load_set(name: str, split: str, chat: bool) -> list[Prompt]:
 
 def _read_text(path: Path) -> str:
   try:
-    data = path.read_bytes()
+    content = path.read_bytes()
     if path.suffix == ".gz":
-      data = gzip.decompress(data)
-    return data.decode("utf-8")
+      content = gzip.decompress(content)
+    return content.decode("utf-8")
   except UnicodeDecodeError as e:
     raise SpecPilotError(f"{path} is not UTF-8 text") from e
   except (OSError, EOFError, zlib.error) as e:

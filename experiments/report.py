@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import forcing, metrics, plots, results
+from experiments import forcing, metrics, plan, plots, results
 from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
 from experiments.cost_model import sections
@@ -275,6 +275,7 @@ def _acceptance(systems, records) -> list[Block]:
       rows,
     ),  # fmt: skip
   ]
+  blocks += _domains(systems)
   if not speculative:
     return blocks
   blocks += [
@@ -299,6 +300,42 @@ def _acceptance(systems, records) -> list[Block]:
   if pairs:
     blocks.append(Plot("Speedup of each request", plots.paired_speedups(pairs)))
   return blocks
+
+
+def _domains(systems) -> list[Block]:
+  """Acceptance and speed by domain, where there are several."""
+  rows = tuple(
+    (
+      f"{name} {domain}",
+      number(d["acceptance_length"]),
+      number(d["acceptance_length_per_request"]),
+      number(d["acceptance_length_without_loops"]),
+      number(d["acceptance_length_per_request_without_loops"]),
+      str(d["loop_requests"]),
+      number(d["output_throughput"], 1),
+      number(d["decode_throughput"], 1),
+      str(d["requests"]),
+      str(d["output_tokens"]),
+    )
+    for name, s in systems.items()
+    if len(s["domains"]) > 1
+    for domain, d in sorted(s["domains"].items())
+  )
+  if not rows:
+    return []
+  header = (
+    "system and domain",
+    "tau pooled",
+    "tau per request",
+    "pooled, no loops",
+    "per request, no loops",
+    "loops",
+    "tok/s",
+    "decode tok/s",
+    "requests",
+    "tokens",
+  )
+  return [Table(header, rows)]
 
 
 def _forcing(forced) -> list[Block]:
@@ -370,6 +407,28 @@ def _run(result) -> list[Block]:
     (f"compiling {name}", f"{c['compile_s']} s, {c['executables']} executables")
     for name, c in result["compilation"].items()
   ]
+  startup = result["startup"]
+  if startup:
+    rows.append(
+      ("seconds from process start to weights", str(startup["weights_s"]))
+    )
+    rows += [
+      (f"seconds from process start to first token of {name}", str(seconds))
+      for name, seconds in startup["first_token_s"].items()
+    ]
+  memory = result["device_memory"]
+  if memory:
+    rows += [
+      (f"planned bytes: {name.replace('_', ' ')}", f"{size:,}")
+      for name, size in memory["planned_bytes"].items()
+    ]
+    rows += [
+      (f"peak bytes after {name.replace('_', ' ')}", f"{size:,}")
+      for name, size in memory["peak_bytes_after"].items()
+    ]
+    line = plan.describe(memory)
+    if line:
+      rows.append(("memory", line))
   rows += [
     (f"options of {name}", ", ".join(f"{k}={v}" for k, v in o.items()))
     for name, o in (

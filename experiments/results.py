@@ -36,6 +36,7 @@ _EMPTY: dict[str, Any] = {
   "accepted": [],
   "sealed": None,
   "memory": [],
+  "startup": {},
   "compilation": {},
   "recompiles": None,
   "stopped_early": False,

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments import results
-from experiments.cost_model import floors, kernels, lattices, replay
+from experiments.cost_model import (
+  compare,
+  floors,
+  kernels,
+  lattices,
+  replay,
+)
 from experiments.settings import AR, STOCK
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
@@ -35,6 +41,8 @@ class Measured:
     heaviest: kernels that take most time; empty where classes were timed
       separately.
     alone_us: the whole step, where classes were timed separately.
+    without_graphs: whether the classes are those of the step compiled without
+      CUDA graphs.
   """
 
   nodes: int
@@ -42,6 +50,7 @@ class Measured:
   breakdown: kernels.Breakdown
   heaviest: list[dict[str, Any]]
   alone_us: float | None
+  without_graphs: bool = False
 
 
 def models_of(profile: Mapping[str, Any]) -> floors.Models:
@@ -68,6 +77,18 @@ def measured_of(system: Mapping[str, Any]) -> Measured:
     activities, names = kernels.from_columns(system["kernels"])
     steps = system["steps"]
     breakdown = kernels.breakdown(activities, names, steps)
+    if "without_graphs" in system:
+      # The same step again, with an instruction behind every kernel: it tells
+      # the classes, not the time of the step.
+      step_us, count = breakdown.step_us, breakdown.kernels
+      plain = system["without_graphs"]
+      activities, names = kernels.from_columns(plain["kernels"])
+      steps = plain["steps"]
+      breakdown = dataclasses.replace(
+        kernels.breakdown(activities, names, steps),
+        step_us=step_us,
+        kernels=count,
+      )
     heaviest = kernels.heaviest(activities, names, steps)
   else:
     classes = {name: system["classes_us"][name] for name in kernels.CLASSES}
@@ -85,6 +106,7 @@ def measured_of(system: Mapping[str, Any]) -> Measured:
     breakdown=breakdown,
     heaviest=heaviest,
     alone_us=system.get("step_alone_us"),
+    without_graphs="without_graphs" in system,
   )
 
 
@@ -105,12 +127,17 @@ def _tau(records: Sequence[Mapping[str, Any]]) -> float:
   return tokens / sum(r["metrics"]["num_spec_steps"] for r in records)
 
 
-def compute(folder: Path) -> dict[str, Any]:
+def compute(folder: Path, against: Path | None = None) -> dict[str, Any]:
   """The `cost_model` of result.json.
 
+  Args:
+    folder: of a run of --job=profile.
+    against: another run of the same requests, whose chains are replayed on
+      this one's lattices. Those of this run's own systems always are.
+
   Raises:
-    SpecPilotError: a file is missing or damaged, or the files are not of one
-      run.
+    SpecPilotError: a file is missing, damaged or not of this format; nothing
+      in the other run can be compared.
   """
   profile = kernels.read_columns(folder / PROFILE)
   if profile.get("format") != FORMAT:
@@ -121,8 +148,23 @@ def compute(folder: Path) -> dict[str, Any]:
   for record in results.read_requests(folder):
     records.setdefault(record["system"], []).append(record)
   recordings = lattices.load(folder / lattices.LATTICES)
+  real = {n: r for n, r in records.items() if n not in (AR, STOCK)}
+  if against is not None:
+    for record in results.read_requests(against):
+      if record["system"] != AR:
+        label = f"{record['system']} of {against}"
+        real.setdefault(label, []).append(record)
   try:
-    return _compute(profile, records, recordings)
+    out = _compute(profile, records, recordings, real)
+    if against is not None and not any(
+      run["system"].endswith(f" of {against}")
+      for run in out["replay"]["real_runs"]
+    ):
+      raise SpecPilotError(
+        f"{against}: no system there decoded chains of the same drafter for a"
+        f" request of {folder}, with its prompt and sampling settings"
+      )
+    return out
   except SpecPilotError:  # It is a ValueError.
     raise
   except KeyError as e:
@@ -133,7 +175,7 @@ def compute(folder: Path) -> dict[str, Any]:
     raise SpecPilotError(f"{folder / PROFILE}: damaged ({e})") from None
 
 
-def _compute(profile, records, recordings) -> dict[str, Any]:
+def _compute(profile, records, recordings, real) -> dict[str, Any]:
   stock_records = records.get(STOCK, ())
   by_id = {r["request"]: r for r in stock_records}
   for recording in recordings:
@@ -154,6 +196,11 @@ def _compute(profile, records, recordings) -> dict[str, Any]:
   chosen = [by_id[r.request] for r in straight]
   tau = _tau(chosen)
   replayed = _replays(straight, chosen, models, roofline, stock, tau)
+  runs = (
+    compare.compare(name, members, by_id, recordings)
+    for name, members in real.items()
+  )
+  replayed["real_runs"] = [run for run in runs if run is not None]
   best = max(replayed["budgets"], key=lambda b: b["tau_per_floor_ms"])
 
   systems = {}
@@ -280,6 +327,7 @@ def _system(m: Measured, records, work, roofline) -> dict[str, Any]:
     "overhead_factor": None if wall is None else wall / step,
     "kernels_per_step": m.breakdown.kernels,
     "unattributed_us": m.breakdown.unattributed_us,
+    "classes_without_graphs": m.without_graphs,
     "other_share": m.breakdown.classes[kernels.OTHER] / step,
     "classes_over_step": sum(m.breakdown.classes.values()) / step,
     "classes_over_whole": (None if m.alone_us is None else step / m.alone_us),
@@ -321,6 +369,11 @@ def _notes(model: Mapping[str, Any]) -> list[str]:
       f"replayed tau {stock['tau']:.3f} is more than {TAU_AGREES:.1%} from the"
       f" measured {stock['tau_measured']:.3f}"
     )
+  notes += [
+    f"{compare.describe(run)}: more than {compare.TAU_AGREES:.0%} off"
+    for run in model["replay"]["real_runs"]
+    if abs(run["difference"]) > compare.TAU_AGREES
+  ]
   for name, system in model["systems"].items():
     excess = system["classes_over_whole"]
     if excess is not None and excess > 1 + CLASSES_AGREE:
@@ -332,6 +385,11 @@ def _notes(model: Mapping[str, Any]) -> list[str]:
       notes.append(
         f"{name}: the classes sum to {system['classes_over_step']:.1%} of the"
         " profiled step"
+      )
+    if system["classes_without_graphs"]:
+      notes.append(
+        f"{name}: the profiler could not name the kernels of its step; the"
+        " classes are those of the same step compiled without CUDA graphs"
       )
     if system["other_share"] > OTHER_AT_MOST:
       notes.append(

@@ -6,6 +6,7 @@ from typing import Any
 from experiments import plots
 from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
+from experiments.cost_model import compare
 from experiments.cost_model import model as model_lib
 from experiments.settings import STOCK
 
@@ -31,6 +32,36 @@ def factors_line(model: Mapping[str, Any]) -> str:
     f" overhead {overhead}; largest: {model['largest']}"
     + ("" if model["timing"] == model_lib.PROFILED else f" ({model['timing']})")
   )
+
+
+def lines(model: Mapping[str, Any]) -> list[str]:
+  """What the console says: factors, steps of each system, replays."""
+  out = [factors_line(model)]
+  for name, system in model["systems"].items():
+    shares = ", ".join(
+      f"{kind.replace('_', ' ')} {c['measured_us']:.0f}"
+      for kind, c in system["classes"].items()
+      if c["measured_us"]
+    )
+    out.append(
+      f"step of {name}: {number(system['profiled_step_us'], 0)} us profiled"
+      f" ({shares}), floor {number(system['floor_step_us'], 0)} us, overhead"
+      f" factor {number(system['overhead_factor'], 3)}"
+    )
+  ratio = model.get("verify_over_ar_step")
+  if ratio is not None:
+    nodes = model["systems"][STOCK]["nodes"]
+    out.append(
+      f"verify of {nodes} nodes: {ratio:.3f} times a step of autoregressive"
+      " decoding"
+    )
+  stock = model["replay"]["stock"]
+  out.append(
+    f"replay of stock: {stock['steps_agreeing']} of {stock['steps']} steps, tau"
+    f" {stock['tau']:.3f}, measured {stock['tau_measured']:.3f}"
+  )
+  out += [compare.describe(run) for run in model["replay"]["real_runs"]]
+  return out
 
 
 def blocks(model: Mapping[str, Any]) -> list[Block]:
@@ -200,6 +231,7 @@ def _replay(model) -> list[Block]:
       ),
       tuple(rows),
     ),
+    *(Text(f"{compare.describe(run)}.") for run in r["real_runs"]),
     Plot(
       "Acceptance length by node budget",
       plots.tau_by_nodes(

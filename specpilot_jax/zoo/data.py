@@ -26,7 +26,8 @@ CODE = ".py"
 DOCUMENTATION = (".md", ".rst")
 MAX_LINE = 1000
 """Of code; longer ones are tables and generated. A paragraph may be longer."""
-HELD_OUT_PER_MILLE = {"code": 10, "documentation": 100}
+DOMAINS = ("code", "documentation")
+HELD_OUT_PER_MILLE = dict(zip(DOMAINS, (10, 100), strict=True))
 OVERLAP_WORDS = 10
 
 _PERMISSIVE = re.compile(
@@ -50,12 +51,16 @@ class Document:
 
   @property
   def domain(self) -> str:
-    """`code` or `documentation`."""
-    return "code" if self.source.endswith(CODE) else "documentation"
+    return domain_of(self.source)
 
   @property
   def digest(self) -> str:
     return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def domain_of(source: str) -> str:
+  """`code` or `documentation`, of a document's source."""
+  return DOMAINS[not source.endswith(CODE)]
 
 
 def _licence(metadata) -> str | None:

@@ -1,13 +1,15 @@
 """Where the zoo's weights lie inside the package, and how they are written."""
 
+import hashlib
+import itertools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 
-from specpilot_jax.zoo import recipes
+from specpilot_jax.zoo import data, recipes
 
 WEIGHTS = pathlib.Path(__file__).parent / "weights"
 TARGET = WEIGHTS / "target"
@@ -16,6 +18,12 @@ SMOLLM2_DFLASH = WEIGHTS / "smollm2_dflash"
 DRAFTERS = {"zoo": DFLASH, "smollm2": SMOLLM2_DFLASH}
 """Drafters by the name of their target."""
 PROMPTS = WEIGHTS / "prompts.jsonl"
+LONG_PROMPTS = WEIGHTS / "prompts_512.jsonl"
+
+LONG_LENGTHS = (512, 1024)
+"""Ids of the shortest and the longest of the long prompts."""
+LONG_PER_HALF = 32
+"""Long prompts of each domain in each half."""
 
 
 def prompts() -> list[dict[str, str]]:
@@ -74,40 +82,106 @@ def write_prompts(
   tokens: int = 200,
   room: int = 256,
 ) -> None:
-  """Writes a run of lines of each of some held-out files as prompts.
+  """Writes runs of lines of held-out files as prompts: both sets.
 
   A prompt begins at a random line: beginnings of files are mostly licences,
-  docstrings and imports.
+  docstrings and imports. One that does not encode to itself is left out.
+
+  The short prompts are code, one of a file. The long ones are code and
+  documentation in turn, `LONG_LENGTHS` ids each, taken from all distributions
+  alike; the first half is for development, the second is sealed, and no file
+  is in both. There are fewer where files are too few.
 
   Args:
-    path: JSON lines to write.
+    path: JSON lines of the short prompts; the long ones lie beside it, named as
+      `LONG_PROMPTS`.
     held_out: `source` and `text` of each file.
     licences: of the distributions that sources begin with.
     backend: a `tokenizers.Tokenizer`.
-    count: prompts.
-    tokens: ids per prompt; one that does not encode to itself is left out.
+    count: short prompts.
+    tokens: ids of each.
     room: ids that the file must have beyond them.
   """
-  prompts = []
-  for index, document in enumerate(held_out):
-    licence = licences.get(document["source"].split("/")[0])
-    if licence is None:
-      continue
-    lines = document["text"].splitlines(keepends=True)
-    line = int(np.random.default_rng(index).integers(len(lines)))
-    ids = backend.encode("".join(lines[line:])).ids
-    if len(ids) < tokens + room:
-      continue
-    text = backend.decode(ids[:tokens])
-    if backend.encode(text).ids != ids[:tokens]:
-      continue
-    prompts.append(
-      {
-        "source": f"{document['source']}:{line + 1}",
-        "licence": licence,
-        "text": text,
-      }
+  by_domain: dict[str, list[tuple[str, str, str]]] = {
+    domain: [] for domain in data.DOMAINS
+  }
+  for document in held_out:
+    source, text = document["source"], document["text"]
+    licence = licences.get(source.split("/")[0])
+    if licence is not None:
+      by_domain[data.domain_of(source)].append((source, licence, text))
+  short = (
+    {"source": f"{source}:{line + 1}", "licence": licence, "text": run}
+    for index, (source, licence, text) in enumerate(by_domain["code"])
+    for line, run in itertools.islice(
+      _runs(text, index, backend, (tokens, tokens), room), 1
     )
-    if len(prompts) == count:
-      break
+  )
+  _write_lines(path, itertools.islice(short, count))
+  halves = [
+    [
+      _long_prompts(domain, by_domain[domain], half, backend)
+      for domain in data.DOMAINS
+    ]
+    for half in range(2)
+  ]
+  size = min(len(prompts) for half in halves for prompts in half)
+  _write_lines(
+    path.with_name(LONG_PROMPTS.name),
+    (prompts[i] for half in halves for i in range(size) for prompts in half),
+  )
+
+
+def _write_lines(path: pathlib.Path, prompts) -> None:
   path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+
+
+def _long_prompts(
+  domain: str, documents: Sequence[tuple[str, str, str]], half: int, backend
+) -> list[dict[str, str]]:
+  """Prompts of a domain from one half of its documents."""
+  streams: dict[str, list[Iterator[dict[str, str]]]] = {}
+
+  def prompts(source, licence, text, seed):
+    for line, run in _runs(text, seed, backend, LONG_LENGTHS, 0):
+      where = f"{source}:{line + 1}"
+      yield {"domain": domain, "source": where, "licence": licence, "text": run}
+
+  for source, licence, text in documents:
+    # Not the bytes that tell held-out files.
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[8:16])
+    if seed % 2 == half:
+      own = streams.setdefault(source.split("/")[0], [])
+      own.append(prompts(source, licence, text, seed))
+  in_turn = _in_turn([_in_turn(streams[name]) for name in sorted(streams)])
+  return list(itertools.islice(in_turn, LONG_PER_HALF))
+
+
+def _in_turn(streams: Sequence[Iterator]) -> Iterator:
+  """One of each, then a second of each that has one, and so on."""
+  rows = itertools.zip_longest(*streams)
+  return (item for row in rows for item in row if item is not None)
+
+
+def _runs(
+  text: str, seed: int, backend, lengths: tuple[int, int], room: int
+) -> Iterator[tuple[int, str]]:
+  """Runs of lines of a text, from a random line on: (first line, run).
+
+  Args:
+    lengths: least and most ids of a run.
+    room: ids behind a run that belong to no other.
+  """
+  lines = text.splitlines(keepends=True)
+  rng = np.random.default_rng(seed)
+  line = int(rng.integers(len(lines)))
+  while line < len(lines):
+    ids = backend.encode("".join(lines[line:])).ids
+    most = min(lengths[1], len(ids) - room)
+    if most < lengths[0]:
+      return
+    length = int(rng.integers(lengths[0], most + 1))
+    run = backend.decode(ids[:length])
+    if backend.encode(run).ids == ids[:length]:
+      yield line, run
+    line += len(backend.decode(ids[: length + room]).splitlines())

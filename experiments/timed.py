@@ -1,0 +1,145 @@
+"""Decodes the prompts of a benchmark: compiled and warm first, then timed."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments import environment, metrics, prompts, results
+from experiments.console import Progress, say
+from experiments.settings import AR, Settings
+from specpilot_jax import compilation
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.request import RequestOutput
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.mechanisms import registry
+
+_WARM_UP_TOKENS = 16
+
+
+def warm_up(
+  settings: Settings,
+  engines: Mapping[str, Engine],
+  requests: Sequence[prompts.Prompt],
+  folder: results.RunFolder,
+) -> dict[str, dict[str, Any]]:
+  """Compiles and warms up each system; what it took, by system.
+
+  `first_token_s` is counted from the start of the process; of a system it
+  holds what those before it took.
+  """
+  out = {}
+  for name, engine in engines.items():
+    before, started = compilation.num_compilations(), time.monotonic()
+    engine.warm_up(settings.sampling)
+    compile_s = time.monotonic() - started
+    # A request of two tokens: the first was there a step before.
+    first_token_s = environment.process_age_s()
+    sampling = dataclasses.replace(
+      settings.sampling,
+      max_tokens=min(_WARM_UP_TOKENS, settings.sampling.max_tokens),
+    )
+    for i in range(settings.num_warmups):
+      engine.generate(requests[i % len(requests)].token_ids, sampling)
+    out[name] = {
+      "compile_s": round(compile_s, 3),
+      "executables": compilation.num_compilations() - before,
+      "warm_up_s": round(time.monotonic() - started - compile_s, 3),
+      "first_token_s": round(first_token_s, 3),
+    }
+    folder.event("warmed_up", system=name, **out[name])
+    say(f"compiled {name} in {compile_s:.1f} s (not part of any figure)")
+  return out
+
+
+def measure(
+  settings: Settings,
+  engines: Mapping[str, Engine],
+  requests: Sequence[prompts.Prompt],
+  folder: results.RunFolder,
+  label: Mapping[str, Any],
+  deadline: float,
+) -> tuple[dict[str, list[dict[str, Any]]], bool]:
+  """Decodes all prompts, one after another, by every system in turn.
+
+  Args:
+    label: of the run, for every record.
+    deadline: of `time.monotonic()`; no prompt is begun after it.
+
+  Returns:
+    The records by system, and whether time ran out.
+  """
+  records: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+  total = len(engines) * len(requests)
+  with Progress("decode", total) as progress:
+    for index, prompt in enumerate(requests):
+      if time.monotonic() > deadline:
+        folder.event("time_limit", requests_done=index)
+        return records, True
+      sampling = dataclasses.replace(
+        settings.sampling, seed=(settings.sampling.seed + index) % 2**32
+      )
+      order = list(engines)[:: -1 if index % 2 else 1]
+      for place, name in enumerate(order):
+        output, itl_ms = _decode(engines[name], prompt.token_ids, sampling)
+        record = {
+          "request": prompt.id,
+          "system": name,
+          "domain": prompt.domain,
+          "place": place,
+          **_record(output, itl_ms),
+          "sampling": dataclasses.asdict(sampling),
+          "options": registry.assignments(settings.system(name)),
+          "target": settings.target,
+          "drafter": "none" if name == AR else settings.drafter,
+          "run": label,
+        }
+        metrics.check_identity(results.to_json(record))
+        records[name].append(results.to_json(record))
+        folder.request(record)
+        folder.event("request", request=prompt.id, system=name)
+        m = output.metrics
+        progress.advance(
+          f"{prompt.id} {name}: {m.output_tokens} tokens,"
+          f" {1e3 * m.output_tokens / m.e2e_ms:.1f} tok/s, tau"
+          f" {m.acceptance_length:.2f}, {output.finish_reason}"
+        )
+  return records, False
+
+
+def _decode(
+  engine: Engine, prompt_ids: Sequence[int], sampling: SamplingParams
+) -> tuple[RequestOutput, list[float]]:
+  """One timed request, and the gaps between its chunks in ms."""
+  times, output = [], None
+  for chunk in engine.stream(prompt_ids, sampling):
+    times.append(time.perf_counter())
+    output = chunk.output
+  assert output is not None
+  gaps = [1e3 * (b - a) for a, b in zip(times[:-1], times[1:], strict=True)]
+  return output, gaps
+
+
+def _record(output: RequestOutput, itl_ms: list[float]) -> dict[str, Any]:
+  m = output.metrics
+  return {
+    "prompt_ids": output.prompt_ids,
+    "output_ids": output.token_ids,
+    "text": output.text,
+    "finish_reason": output.finish_reason,
+    "stop_reason": output.stop_reason,
+    "metrics": {
+      "ttft_ms": m.ttft_ms,
+      "tpot_ms": m.tpot_ms,
+      "e2el_ms": m.e2e_ms,
+      "itl_ms": itl_ms,
+      "acceptance_length": m.acceptance_length,
+      "num_spec_steps": m.num_steps,
+      "num_draft_tokens": sum(m.drafted_per_step),
+      "num_accepted_draft_tokens": sum(m.accepted_per_step),
+      "emitted_per_step": m.emitted_per_step,
+      "drafted_per_step": m.drafted_per_step,
+      "accepted_per_step": m.accepted_per_step,
+      "cut_steps": m.cut_steps,
+    },
+  }
