@@ -39,6 +39,9 @@ from specpilot_jax.mechanisms import registry
 from specpilot_jax.models import target as target_lib
 
 
+_NO_COST_MODEL = "the cost model failed"
+
+
 @dataclasses.dataclass
 class _Clock:
   """Wall time of the parts of a run, and its limit."""
@@ -68,8 +71,8 @@ def run(settings: Settings, *, profile: bool = False) -> int:
     profile: record what the cost model needs too, and compute it.
 
   Returns:
-    0, or 1 where something was compiled in the timed region or token forcing
-    failed (the results are written all the same).
+    0, or 1 where something was compiled in the timed region, or token forcing
+    or the cost model failed (the results are written all the same).
 
   Raises:
     SpecPilotError: bad input; nothing was written.
@@ -415,15 +418,23 @@ def _announce(settings: Settings, model, env, requests) -> None:
 def _cost_model(
   folder, subject, records, result, clock
 ) -> dict[str, Any] | None:
-  """Records and computes the cost model; None where time ran out before."""
+  """Records and computes the cost model; None where time ran out before, or
+  where it failed, which a note tells."""
   if not records[STOCK] or time.monotonic() > clock.deadline:
     result["notes"].append("the time limit ended the run before the cost model")
     return None
   systems = sum(bool(records.get(name)) for name in (AR, STOCK))
   total = len(records[STOCK]) + systems
-  with Progress("profile", total) as progress:
-    measure.collect(folder.path, subject, records, progress.advance)
-  return cost_model.compute(folder.path)
+  try:
+    with Progress("profile", total) as progress:
+      measure.collect(folder.path, subject, records, progress.advance)
+    return cost_model.compute(folder.path)
+  except (SpecPilotError, jax.errors.JaxRuntimeError) as e:
+    # The benchmark before it is worth more than nothing.
+    reason = str(e).splitlines()[0]
+    folder.event("cost_model_failed", error=str(e))
+    result["notes"].append(f"{_NO_COST_MODEL}: {reason}")
+    return None
 
 
 def _force(engine, store, records, settings, clock, *, keep: bool):
@@ -472,6 +483,7 @@ def _finish(folder, result, records, clock) -> int:
   failed = bool(result["recompiles"])
   for note in result["notes"]:
     say(f"note: {note}")
+    failed |= note.startswith(_NO_COST_MODEL)
   for name, verdict in result["token_forcing"].items():
     say(forcing.describe_verdict(name, verdict))
     failed |= verdict["verdict"] == "fail"

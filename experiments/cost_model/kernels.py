@@ -38,11 +38,15 @@ _PREFILL_MODULE = "jit_prefill"
 # cuBLAS, cuBLASLt, CUTLASS.
 _GEMM_NAME = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)
 
-# A device activity has one of these; what only encloses activities has not.
+# A device activity has one of these (the profiler writes one of them with a
+# capital); what only encloses activities has not.
 _ACTIVITY_STATS = frozenset(
   {"kernel_details", "memcpy_details", "memset_details"}
 )
 _STREAM_LINE = "Stream #"
+# Between the instructions that a kernel was launched by, outermost first: a
+# command buffer's and its own.
+_NESTED = "::"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,25 +77,30 @@ def read_profile(profile: Any) -> list[Kernel]:
     SpecPilotError: it holds no GPU, or nothing ran on it.
   """
   kernels: list[Kernel] = []
+  seen = []
   for plane in profile.planes:
+    seen.append(plane.name)
     if not plane.name.startswith("/device:GPU:0"):
       continue
     for line in plane.lines:
+      seen.append(line.name)
       if line.name.startswith(_STREAM_LINE):
         kernels += _activities(line.events)
   if not kernels:
-    raise SpecPilotError("the profile holds no kernel of a GPU")
+    raise SpecPilotError(
+      f"the profile holds no kernel of a GPU, but {', '.join(seen[:20])}"
+    )
   return sorted(kernels, key=lambda k: k.start_ns)
 
 
 def _activities(events: Iterable[Any]) -> Iterable[Kernel]:
   for event in events:
-    stats = {str(name): value for name, value in event.stats}
+    stats = {str(name).lower(): value for name, value in event.stats}
     if _ACTIVITY_STATS.isdisjoint(stats):
       continue
     yield Kernel(
       name=event.name,
-      op=str(stats.get("hlo_op", "")),
+      op=str(stats.get("hlo_op", "")).rpartition(_NESTED)[2],
       module=str(stats.get("hlo_module", "")),
       start_ns=round(event.start_ns),
       duration_ns=round(event.duration_ns),
