@@ -38,7 +38,6 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 from specpilot_jax.models import target as target_lib
 
-
 _NO_COST_MODEL = "the cost model failed"
 
 

@@ -171,6 +171,45 @@ def test_a_profile_is_divided_exactly():
   assert top[0]["kernel"] == "gemm_fusion" and top[0]["us_each"] == 6
 
 
+def gpu_profile(*events):
+  line = types.SimpleNamespace
+  stream = line(name="Stream #7(Compute)", events=list(events))
+  return line(planes=[line(name="/device:GPU:0", lines=[stream])])
+
+
+def test_kernels_of_command_buffers():
+  """What CUPTI's collector writes: the stack of instructions, joined."""
+  found = kernels.read_profile(
+    gpu_profile(
+      # Under the profiler XLA runs a command buffer kernel by kernel.
+      event(
+        "nvjet_tst_64x8_64x16", 0, 5000, kernel_details="regs:168 shm:0",
+        hlo_op="command_buffer_12 (disabled for profiling)::custom-call.9",
+        hlo_module="jit_step", correlation_id=71,
+      ),
+      event(
+        "loop_add_fusion", 5000, 1000, kernel_details="regs:16",
+        hlo_op="loop_fusion.4", hlo_module="jit_step",
+      ),
+      event("Memset", 6000, 500, Memset_details="kind:Device"),
+      # In a graph that stays one: its instruction is not in the program.
+      event(
+        "softmax_1", 7000, 700, kernel_details="regs:16",
+        hlo_op="command_buffer_3", hlo_module="jit_step",
+        cuda_graph_exec_id=4,
+      ),
+    )
+  )  # fmt: skip
+  assert [k.op for k in found] == [
+    "custom-call.9", "loop_fusion.4", "", "command_buffer_3",
+  ]  # fmt: skip
+  assert [kernels.classify(k, NAMES) for k in found] == [
+    kernels.DRAFTER, kernels.RECURRENT, kernels.OTHER, kernels.ATTENTION,
+  ]  # fmt: skip
+  b = kernels.breakdown(found, NAMES, steps=1)
+  assert b.unattributed_us == pytest.approx(0.5)
+
+
 def test_columns_come_back():
   found = kernels.read_profile(profile())
   columns = kernels.to_columns(found, NAMES)
@@ -183,7 +222,7 @@ def test_columns_come_back():
 
 
 def test_a_profile_without_a_gpu():
-  with pytest.raises(SpecPilotError, match="no kernel of a GPU"):
+  with pytest.raises(SpecPilotError, match="no kernel of a GPU, but /host:CPU"):
     kernels.read_profile(types.SimpleNamespace(planes=profile().planes[:1]))
 
 
