@@ -274,6 +274,25 @@ def test_no_time_for_a_cost_model(place, command):
   assert any("before the cost model" in note for note in result["notes"])
 
 
+def test_a_cost_model_that_fails_is_told(place, command, monkeypatch, capsys):
+  def trace(*args):
+    raise SpecPilotError("the profile holds no kernel of a GPU")
+
+  monkeypatch.setattr(measure, "collect", trace)
+  monkeypatch.setattr(measure, "prepare", lambda: None)
+  folder = place / "no_model"
+  with kit.quick_compilation():
+    status = tiny.run(
+      *command, "--job=profile", "--notoken_forcing", f"--output_dir={folder}"
+    )
+  assert status == 1
+  result = results.read_result(folder)
+  # The benchmark is kept.
+  assert result["cost_model"] is None and result["systems"]["stock"]
+  told = "the cost model failed: the profile holds no kernel of a GPU"
+  assert told in result["notes"] and f"note: {told}" in capsys.readouterr().out
+
+
 def test_recomputed_from_files(profiled, tmp_path, capsys):
   copy = tmp_path / "run"
   shutil.copytree(profiled, copy)
