@@ -69,6 +69,17 @@ def test_every_class_is_found(subject):
   assert measured.heaviest
 
 
+def test_arguments_have_the_names_that_classes_go_by(subject):
+  session = subject.session("stock")
+  request = session.request(SamplingParams())
+  step = session.step.lower(session.params, session.start([1, 2]), request)
+  text = step.compile().as_text() or ""
+  for argument in ("params[0]", "carry.drafter", "carry.target.layers[0]."):
+    assert argument in text.replace("\\'", "'"), argument
+  scopes = set(kernels.op_names(text).values())
+  assert not any(s.startswith(("params", "carry.target.l")) for s in scopes)
+
+
 def test_a_step_in_graphs_is_profiled_again_without(subject, monkeypatch):
   whole = measure.trace
   calls = []
