@@ -77,7 +77,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
     SpecPilotError: bad input; nothing was written.
   """
   clock = _Clock(settings.max_wall_s)
-  startup: dict[str, Any] = {"program_s": environment.process_age_s()}
+  startup: dict[str, Any] = {"program_s": _age_s()}
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
   if profile:
@@ -101,7 +101,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   jax.block_until_ready(
     (target_lib.parameters(model.target), drafter and drafter.params)
   )
-  startup["weights_s"] = environment.process_age_s()
+  startup["weights_s"] = _age_s()
   peaks = plan.Peaks(planned)
   peaks.note("weights")
 
@@ -305,6 +305,10 @@ def token_force(settings: Settings) -> int:
     raise
   finally:
     folder.close()
+
+
+def _age_s() -> float:
+  return round(environment.process_age_s(), 3)
 
 
 def _startup(startup: Mapping[str, Any]) -> str:
