@@ -38,6 +38,8 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 from specpilot_jax.models import target as target_lib
 
+_NO_COST_MODEL = "the cost model failed"
+
 
 @dataclasses.dataclass
 class _Clock:
@@ -68,14 +70,14 @@ def run(settings: Settings, *, profile: bool = False) -> int:
     profile: record what the cost model needs too, and compute it.
 
   Returns:
-    0, or 1 where something was compiled in the timed region or token forcing
-    failed (the results are written all the same).
+    0, or 1 where something was compiled in the timed region, or token forcing
+    or the cost model failed (the results are written all the same).
 
   Raises:
     SpecPilotError: bad input; nothing was written.
   """
   clock = _Clock(settings.max_wall_s)
-  startup: dict[str, Any] = {"program_s": environment.process_age_s()}
+  startup: dict[str, Any] = {"program_s": _age_s()}
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
   if profile:
@@ -99,7 +101,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   jax.block_until_ready(
     (target_lib.parameters(model.target), drafter and drafter.params)
   )
-  startup["weights_s"] = environment.process_age_s()
+  startup["weights_s"] = _age_s()
   peaks = plan.Peaks(planned)
   peaks.note("weights")
 
@@ -305,6 +307,10 @@ def token_force(settings: Settings) -> int:
     folder.close()
 
 
+def _age_s() -> float:
+  return round(environment.process_age_s(), 3)
+
+
 def _startup(startup: Mapping[str, Any]) -> str:
   parts = [f"weights {startup['weights_s']:.1f}"]
   for name, seconds in startup["first_token_s"].items():
@@ -415,15 +421,23 @@ def _announce(settings: Settings, model, env, requests) -> None:
 def _cost_model(
   folder, subject, records, result, clock
 ) -> dict[str, Any] | None:
-  """Records and computes the cost model; None where time ran out before."""
+  """Records and computes the cost model; None where time ran out before, or
+  where it failed, which a note tells."""
   if not records[STOCK] or time.monotonic() > clock.deadline:
     result["notes"].append("the time limit ended the run before the cost model")
     return None
   systems = sum(bool(records.get(name)) for name in (AR, STOCK))
   total = len(records[STOCK]) + systems
-  with Progress("profile", total) as progress:
-    measure.collect(folder.path, subject, records, progress.advance)
-  return cost_model.compute(folder.path)
+  try:
+    with Progress("profile", total) as progress:
+      measure.collect(folder.path, subject, records, progress.advance)
+    return cost_model.compute(folder.path)
+  except (SpecPilotError, jax.errors.JaxRuntimeError) as e:
+    # The benchmark before it is worth more than nothing.
+    reason = str(e).splitlines()[0]
+    folder.event("cost_model_failed", error=str(e))
+    result["notes"].append(f"{_NO_COST_MODEL}: {reason}")
+    return None
 
 
 def _force(engine, store, records, settings, clock, *, keep: bool):
@@ -472,6 +486,7 @@ def _finish(folder, result, records, clock) -> int:
   failed = bool(result["recompiles"])
   for note in result["notes"]:
     say(f"note: {note}")
+    failed |= note.startswith(_NO_COST_MODEL)
   for name, verdict in result["token_forcing"].items():
     say(forcing.describe_verdict(name, verdict))
     failed |= verdict["verdict"] == "fail"

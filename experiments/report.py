@@ -185,6 +185,7 @@ def _speed(systems) -> list[Block]:
         number(s["output_throughput"], 1),
         number(s["speedup_vs_ar"], 2, "x"),
         number(s["decode_throughput"], 1),
+        number(1e3 / s["mean_tpot_ms"] if s["mean_tpot_ms"] else None, 1),
         interval,
         number(s["acceptance_length"]),
         number(s["acceptance_length_without_loops"]),
@@ -197,7 +198,7 @@ def _speed(systems) -> list[Block]:
       (
         f"{name} {label}",
         *(
-          number(s[f"{kind}_{key}_ms"], 1)
+          number(s[f"{kind}_{key}_ms"], 2)
           for kind in ("mean", "median", "p90", "p95", "p99", "std")
         ),
       )
@@ -216,6 +217,7 @@ def _speed(systems) -> list[Block]:
         "tok/s",
         "speedup",
         "decode tok/s",
+        "1000 / mean TPOT",
         "paired TPOT ratio [95 %]",
         "tau",
         "tau without loops",

@@ -40,7 +40,7 @@ def warm_up(
       max_tokens=min(_WARM_UP_TOKENS, settings.sampling.max_tokens),
     )
     for i in range(settings.num_warmups):
-      engine.generate(requests[i % len(requests)].token_ids, sampling)
+      engine.generate(_ids(requests[i % len(requests)]), sampling)
     out[name] = {
       "compile_s": round(compile_s, 3),
       "executables": compilation.num_compilations() - before,
@@ -81,7 +81,7 @@ def measure(
       )
       order = list(engines)[:: -1 if index % 2 else 1]
       for place, name in enumerate(order):
-        output, itl_ms = _decode(engines[name], prompt.token_ids, sampling)
+        output, itl_ms = _decode(engines[name], _ids(prompt), sampling)
         record = {
           "request": prompt.id,
           "system": name,
@@ -105,6 +105,11 @@ def measure(
           f" {m.acceptance_length:.2f}, {output.finish_reason}"
         )
   return records, False
+
+
+def _ids(prompt: prompts.Prompt) -> Sequence[int]:
+  assert prompt.token_ids is not None, "prompts were read with a tokenizer"
+  return prompt.token_ids
 
 
 def _decode(

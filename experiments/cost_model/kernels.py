@@ -38,11 +38,15 @@ _PREFILL_MODULE = "jit_prefill"
 # cuBLAS, cuBLASLt, CUTLASS.
 _GEMM_NAME = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)
 
-# A device activity has one of these; what only encloses activities has not.
+# A device activity has one of these (the profiler writes one of them with a
+# capital); what only encloses activities has not.
 _ACTIVITY_STATS = frozenset(
   {"kernel_details", "memcpy_details", "memset_details"}
 )
 _STREAM_LINE = "Stream #"
+# Between the instructions that a kernel was launched by, outermost first: a
+# command buffer's and its own.
+_NESTED = "::"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,25 +77,30 @@ def read_profile(profile: Any) -> list[Kernel]:
     SpecPilotError: it holds no GPU, or nothing ran on it.
   """
   kernels: list[Kernel] = []
+  seen = []
   for plane in profile.planes:
+    seen.append(plane.name)
     if not plane.name.startswith("/device:GPU:0"):
       continue
     for line in plane.lines:
+      seen.append(line.name)
       if line.name.startswith(_STREAM_LINE):
         kernels += _activities(line.events)
   if not kernels:
-    raise SpecPilotError("the profile holds no kernel of a GPU")
+    raise SpecPilotError(
+      f"the profile holds no kernel of a GPU, but {', '.join(seen[:20])}"
+    )
   return sorted(kernels, key=lambda k: k.start_ns)
 
 
 def _activities(events: Iterable[Any]) -> Iterable[Kernel]:
   for event in events:
-    stats = {str(name): value for name, value in event.stats}
+    stats = {str(name).lower(): value for name, value in event.stats}
     if _ACTIVITY_STATS.isdisjoint(stats):
       continue
     yield Kernel(
       name=event.name,
-      op=str(stats.get("hlo_op", "")),
+      op=str(stats.get("hlo_op", "")).rpartition(_NESTED)[2],
       module=str(stats.get("hlo_module", "")),
       start_ns=round(event.start_ns),
       duration_ns=round(event.duration_ns),
@@ -103,17 +112,41 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 _DOT = re.compile(r" (?:dot|custom-call)\(")
+_PARAMETER = re.compile(r" parameter\(")
+_OPERANDS = re.compile(r"[a-z\-]\((%[^)]*)\)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+# What a step's arguments belong to; copies of them are named after them.
+_ARGUMENTS = (
+  (re.compile(r"params\[0\]"), "weights"),
+  (re.compile(r"params\[1\]|carry\.drafter"), _DRAFTER_SCOPE),
+  (re.compile(r"carry\.target\.layers\[\d+\]\.(conv|rec)"), "recurrent"),
+  (re.compile(r"carry\.target\.layers\[\d+\]"), "attention"),
+)
+
+
+def _scoped(path: str) -> str:
+  """A path, or the scope of the argument that it names."""
+  for argument, scope in _ARGUMENTS:
+    if argument.match(path):
+      return scope
+  return path
 
 
 def op_names(hlo_text: str) -> dict[str, str]:
   """Scope paths of a compiled executable's instructions, by their names.
 
   A fusion that multiplies matrices is named after its product: its own
-  metadata is that of what comes last, which may be the next operation's.
+  metadata is that of what comes last, which may be the next operation's. What
+  the compiler left without a name (products of one row and their sums) has
+  that of what is fused in it or, if that has none either, of what it reads: a
+  product that of its weights.
   """
   own: dict[str, str] = {}
+  parameters: dict[str, str] = {}
+  operands: dict[str, list[str]] = {}
   calls: dict[str, str] = {}
   products: dict[str, str] = {}
+  bodies: dict[str, str] = {}
   computation = ""
   for line in hlo_text.splitlines():
     instruction = _INSTRUCTION.match(line)
@@ -124,17 +157,51 @@ def op_names(hlo_text: str) -> dict[str, str]:
       continue
     name = instruction[1]
     op = _OP_NAME.search(line)
-    own[name] = op[1] if op else ""
+    path = _scoped(op[1]) if op else ""
+    if _PARAMETER.search(line):
+      parameters[name] = path
+      continue
+    own[name] = path
+    reads = _OPERANDS.search(line)
+    operands[name] = _OPERAND.findall(reads[1]) if reads else []
     called = _CALLS.search(line)
     if called:
       calls[name] = called[1]
-    if op and _DOT.search(line):
-      products.setdefault(computation, op[1])
-  return own | {
-    name: products[called]
-    for name, called in calls.items()
-    if called in products
-  }
+    if path and _DOT.search(line):
+      products.setdefault(computation, path)
+    if _is_known(path):
+      bodies.setdefault(computation, path)
+
+  def of_weights(name: str, depth: int = 4) -> str:
+    """The scope of the parameter that a product reads through copies."""
+    for operand in operands.get(name, ()):
+      found = parameters.get(operand, "")
+      if found not in ("weights", _DRAFTER_SCOPE):
+        trivial = depth and operand in own and not own[operand]
+        found = of_weights(operand, depth - 1) if trivial else ""
+      if found:
+        return found
+    return ""
+
+  def inherited(name: str, depth: int = 8) -> str:
+    fused = calls.get(name, "")
+    if fused in products:
+      return products[fused]
+    if own.get(name):
+      return own[name]
+    if _GEMM_NAME.search(name):
+      return of_weights(name)
+    if fused in bodies:
+      return bodies[fused]
+    for operand in operands.get(name, ())[:1] if depth else ():
+      return inherited(operand, depth - 1)
+    return ""
+
+  return {name: inherited(name) for name in own}
+
+
+def _is_known(path: str) -> bool:
+  return any(s in _SCOPES or s == _DRAFTER_SCOPE for s in path.split("/"))
 
 
 def classify(kernel: Kernel, names: Mapping[str, str]) -> str:

@@ -175,7 +175,7 @@ def _profiled(
   """
   request = session.request(sampling)
   lowered = session.step.lower(session.params, session.start(tokens), request)
-  out = {"nodes": 1 + session.num_drafts} | _traced(
+  out: dict[str, Any] = {"nodes": 1 + session.num_drafts} | _traced(
     lowered.compile(), session, tokens, request
   )
   activities, names = kernels.from_columns(out["kernels"])

@@ -74,6 +74,28 @@ def test_token_forcing_passes(finished):
     assert verdict["outputs_sharing_scores"] == len(tiny.PROMPTS)
 
 
+def test_start_up_is_counted_from_the_process(finished):
+  result = results.read_result(finished)
+  startup = result["startup"]
+  seconds = [startup["program_s"], startup["weights_s"]]
+  seconds += startup["first_token_s"].values()
+  assert seconds == sorted(seconds) and 0 < seconds[0] <= seconds[-1]
+  assert list(startup["first_token_s"]) == ["ar", "stock", "candidate"]
+  text = (finished / "report.md").read_text()
+  assert "from process start to first token of stock" in text
+  assert "planned bytes: target" in text
+
+
+def test_acceptance_by_domain(finished):
+  result = results.read_result(finished)
+  domains = result["systems"]["stock"]["domains"]
+  assert set(domains) == {"even", "odd"}
+  text = (finished / "report.md").read_text()
+  rows = [line for line in text.splitlines() if line.startswith("| stock odd")]
+  tau = domains["odd"]["acceptance_length_per_request_without_loops"]
+  assert len(rows) == 1 and (tau is None or f"{tau:.2f}" in rows[0])
+
+
 def test_requests_and_events(finished):
   records = results.read_requests(finished)
   assert len(records) == 3 * len(tiny.PROMPTS)

@@ -132,6 +132,12 @@ class SummaryTest(parameterized.TestCase):
     assert s["median_e2el_ms"] == 150
     assert s["same_output_as_ar"] == 2
     assert s["domains"]["math"]["requests"] == 1
+    assert sum(d["loop_requests"] for d in s["domains"].values()) == 1
+    for r, name in ((A, A["domain"]), (B, B["domain"])):
+      own, tau = s["domains"][name], r["metrics"]["acceptance_length"]
+      assert own["acceptance_length_per_request"] == tau
+      ended = None if r["finish_reason"] == "loop" else tau
+      assert own["acceptance_length_without_loops"] == ended
     assert list(s["lengths"]) == ["1-64"]
 
   def test_only_loops_and_one_token(self):

@@ -7,10 +7,15 @@ import jax
 import pytest
 
 from experiments import plan
+from experiments.cost_model import measure
 from specpilot_jax import configs, footprint, loading
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.prompt_lookup import PromptLookup
+from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.drafters import config as drafter_configs
-from tests.experiments import tiny
+from tests.experiments import test_settings, tiny
 
 
 def a_gpu(monkeypatch, kind, stats=None):
@@ -84,6 +89,106 @@ def test_memory_is_checked(monkeypatch):
   assert (footprint.device_bytes() or 0) > 10**9
   a_gpu(monkeypatch, "NVIDIA H200", {"bytes_limit": 7, "peak_bytes_in_use": 5})
   assert (footprint.device_bytes(), plan.peak_bytes()) == (7, 5)
+
+
+def test_the_peak_is_held_against_the_plan(monkeypatch):
+  stats = {"bytes_limit": 10**12}
+  a_gpu(monkeypatch, "NVIDIA H200", stats)
+  peaks = plan.Peaks({"target": 900, "drafter": 100})
+  for part, peak in (("weights", 950), ("warm_up", 1040), ("measure", 1040)):
+    stats["peak_bytes_in_use"] = peak
+    peaks.note(part)
+  told = peaks.told()
+  assert told["planned_total_bytes"] == 1000 and told["peak_bytes"] == 1040
+  assert told["peak_bytes_after"] == {
+    "weights": 950, "warm_up": 1040, "measure": 1040,
+  }  # fmt: skip
+  assert told["peak_over_plan"] == pytest.approx(1.04)
+  assert "(+4.0%)" in (plan.describe(told) or "")
+  assert peaks.notes() == []
+  stats["peak_bytes_in_use"] = 1060
+  peaks.note("profile")
+  assert "(+6.0%): more than 5%" in peaks.notes()[0]
+
+
+def test_a_processor_counts_no_peak():
+  peaks = plan.Peaks({"target": 900})
+  peaks.note("weights")
+  assert peaks.told()["peak_over_plan"] is None
+  assert plan.describe(peaks.told()) is None and peaks.notes() == []
+
+
+@pytest.mark.parametrize(
+  ("name", "kind", "offered"),
+  [
+    ("h200", "NVIDIA H200", 105 * 10**9),
+    # Three quarters of the card, which JAX takes unless told otherwise.
+    ("h100", "NVIDIA H100 80GB HBM3", 64 * 10**9),
+    (
+      "rtx_pro_6000",
+      "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+      76 * 10**9,
+    ),
+  ],
+)
+def test_the_27b_fits_its_cards(name, kind, offered, monkeypatch):
+  run = test_settings.shipped(f"{name}_single.flags")
+  assert (run.card, run.target) == (name, "widened:qwen3.8-27b")
+  assert run.dtype is not None and run.card is not None
+  source = loading.open_target(run.target)
+  found = plan.memory(
+    source.config,
+    loading.drafter_config(run.drafter, source.config),
+    dtype=run.dtype,
+    max_seq_len=1024 + run.sampling.max_tokens,
+    prefill_chunk=run.prefill_chunk,
+    drafting=len(run.systems) - 1,
+    plain=2,
+  )
+  a_gpu(monkeypatch, kind, {"bytes_limit": offered})
+  plan.check_card(run.card)
+  line = plan.check_memory(found, footprint.device_bytes())
+  assert "target 53.8, drafter 3.46" in line
+
+
+def test_engines_share_one_copy_of_the_weights(place):
+  model = loading.load_target(str(place / "model"), "float32")
+  engines = [
+    Engine(model.target, max_seq_len=64),
+    Engine(model.target, drafter=PromptLookup(), max_seq_len=64),
+  ]
+  subject = measure.Subject(
+    target=model.target,
+    drafter=PromptLookup(),
+    sampling=SamplingParams(),
+    max_seq_len=64,
+    prefill_chunk=16,
+  )
+  own = {
+    x.unsafe_buffer_pointer()
+    for x in target_lib.parameters(model.target).values()
+  }
+  for held in (*(e._params for e in engines), subject.session("stock").params):
+    leaves = jax.tree.leaves(held[0])
+    assert {x.unsafe_buffer_pointer() for x in leaves} == own
+  for engine in engines:
+    engine.generate([1, 2, 3], SamplingParams(max_tokens=2))
+  # Nothing was donated or replaced.
+  assert all(not x.is_deleted() for x in jax.tree.leaves(engines[0]._params))
+
+
+def test_a_learned_drafter_reads_the_targets_own_tables():
+  target = loading.load_target("zoo", "float32").target
+  drafter = loading.make_drafter("dflash", target)
+  assert drafter is not None
+  own = target_lib.parameters(target)
+  _, embedding, head = drafter.params
+  assert embedding.unsafe_buffer_pointer() == (
+    own["embed.weight"].unsafe_buffer_pointer()
+  )
+  # The zoo ties them.
+  head_name = "lm_head.weight" if "lm_head.weight" in own else "embed.weight"
+  assert head.unsafe_buffer_pointer() == own[head_name].unsafe_buffer_pointer()
 
 
 def test_weights_that_do_not_fit_are_not_made(monkeypatch):

@@ -7,14 +7,16 @@ import pytest
 
 from experiments.prompts import PROMPT_SETS, load_prompts
 from specpilot_jax import paths
+from specpilot_jax.checkpoints import load_checkpoint
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.zoo import store
 
 COUNTS = {
-  "zoo-128": 128, "HumanEval-164": 164, "MT-Bench-80": 80, "GSM8K-100": 100,
+  "zoo-128": 128, "zoo-512": 128, "HumanEval-164": 164, "MT-Bench-80": 80,
+  "GSM8K-100": 100,
 }  # fmt: skip
-SHIPPED = "zoo-128"
-FETCHED = tuple(name for name in PROMPT_SETS if name != SHIPPED)
+SHIPPED, LONG = "zoo-128", "zoo-512"
+FETCHED = tuple(name for name in PROMPT_SETS if name not in (SHIPPED, LONG))
 
 
 class UpperTokenizer:
@@ -50,7 +52,7 @@ def test_counts_and_halves(name):
     p.id for p in everything
   }
   assert all(p.text and p.token_ids is None for p in everything)
-  assert {p.chat for p in everything} == {name != SHIPPED}
+  assert {p.chat for p in everything} == {name in FETCHED}
 
 
 @pytest.mark.parametrize("name", PROMPT_SETS)
@@ -66,6 +68,28 @@ def test_the_zoo_prompts_need_no_fetching(tmp_path, monkeypatch):
   assert all("".join(map(chr, p.token_ids or ())) == p.text for p in prompts)
   assert {p.domain for p in prompts} == {"code"}
   assert load_prompts(SHIPPED, split="dev") == load_prompts(SHIPPED)[:64]
+
+
+def test_long_prompts_are_code_and_documentation():
+  tokenizer = load_checkpoint("zoo").tokenizer
+  assert tokenizer is not None
+  prompts = load_prompts(LONG, tokenizer)
+  assert [p.id for p in prompts[:2]] == ["zoo-512/0", "zoo-512/1"]
+  # In turn, so that the first few of a half are of both.
+  assert [p.domain for p in prompts] == ["code", "documentation"] * 64
+  assert all(512 <= len(p.token_ids or ()) <= 1024 for p in prompts)
+  lines = store.LONG_PROMPTS.read_text().splitlines()
+  files = [json.loads(line)["source"].rpartition(":")[0] for line in lines]
+  assert not set(files[:64]) & set(files[64:])
+  assert store.LONG_PROMPTS.stat().st_size < 400_000
+
+
+def test_a_damaged_domain_is_named(tmp_path, monkeypatch):
+  path = tmp_path / "prompts_512.jsonl"
+  path.write_text('{"text": "a", "domain": "verse"}\n' * 128)
+  monkeypatch.setattr(store, "LONG_PROMPTS", path)
+  with pytest.raises(SpecPilotError, match="zoo-512: .* is damaged"):
+    load_prompts(LONG)
 
 
 def test_zoo_prompts_go_through_a_template_if_asked():

@@ -40,10 +40,19 @@ def test_shipped_files_describe_a_proved_run(name):
   assert set(run.prompt_sets) <= set(prompts.PROMPT_SETS)
   assert run.drafter in loading.DRAFTERS
   # Loops end requests, so outputs are shorter than allowed: half is a margin.
-  sizes = {"zoo-128": 128, "HumanEval-164": 164}
+  sizes = {"zoo-128": 128, "zoo-512": 64, "HumanEval-164": 164}
   count = sum(sizes[s] for s in run.prompt_sets)
   count = min(count, run.num_prompts or count)
   assert count * run.sampling.max_tokens / 2 >= 0.9 * 5000
+
+
+def test_temperature_one_is_the_same_deployment():
+  greedy, sampled = map(shipped, ("h200_single.flags", "h200_single_t1.flags"))
+  assert (greedy.sampling.temperature, sampled.sampling.temperature) == (0, 1)
+  for field in ("target", "drafter", "prompt_sets", "num_prompts", "dtype"):
+    assert getattr(greedy, field) == getattr(sampled, field)
+  assert sampled.system("stock").acceptance == "match"
+  assert sampled.system("candidate").acceptance == "rejection"
 
 
 def test_the_demo_reads_nothing_that_is_fetched(tmp_path, monkeypatch):

@@ -171,6 +171,45 @@ def test_a_profile_is_divided_exactly():
   assert top[0]["kernel"] == "gemm_fusion" and top[0]["us_each"] == 6
 
 
+def gpu_profile(*events):
+  line = types.SimpleNamespace
+  stream = line(name="Stream #7(Compute)", events=list(events))
+  return line(planes=[line(name="/device:GPU:0", lines=[stream])])
+
+
+def test_kernels_of_command_buffers():
+  """What CUPTI's collector writes: the stack of instructions, joined."""
+  found = kernels.read_profile(
+    gpu_profile(
+      # Under the profiler XLA runs a command buffer kernel by kernel.
+      event(
+        "nvjet_tst_64x8_64x16", 0, 5000, kernel_details="regs:168 shm:0",
+        hlo_op="command_buffer_12 (disabled for profiling)::custom-call.9",
+        hlo_module="jit_step", correlation_id=71,
+      ),
+      event(
+        "loop_add_fusion", 5000, 1000, kernel_details="regs:16",
+        hlo_op="loop_fusion.4", hlo_module="jit_step",
+      ),
+      event("Memset", 6000, 500, Memset_details="kind:Device"),
+      # In a graph that stays one: its instruction is not in the program.
+      event(
+        "softmax_1", 7000, 700, kernel_details="regs:16",
+        hlo_op="command_buffer_3", hlo_module="jit_step",
+        cuda_graph_exec_id=4,
+      ),
+    )
+  )  # fmt: skip
+  assert [k.op for k in found] == [
+    "custom-call.9", "loop_fusion.4", "", "command_buffer_3",
+  ]  # fmt: skip
+  assert [kernels.classify(k, NAMES) for k in found] == [
+    kernels.DRAFTER, kernels.RECURRENT, kernels.OTHER, kernels.ATTENTION,
+  ]  # fmt: skip
+  b = kernels.breakdown(found, NAMES, steps=1)
+  assert b.unattributed_us == pytest.approx(0.5)
+
+
 def test_columns_come_back():
   found = kernels.read_profile(profile())
   columns = kernels.to_columns(found, NAMES)
@@ -183,8 +222,62 @@ def test_columns_come_back():
 
 
 def test_a_profile_without_a_gpu():
-  with pytest.raises(SpecPilotError, match="no kernel of a GPU"):
+  with pytest.raises(SpecPilotError, match="no kernel of a GPU, but /host:CPU"):
     kernels.read_profile(types.SimpleNamespace(planes=profile().planes[:1]))
+
+
+# As XLA compiles a step for a GPU: products of one row and what adds their
+# parts up have lost their names, layouts are changed on the way.
+GPU_HLO = """
+HloModule jit_step
+
+%fused_reduce.2 (param_0.17: f32[16,3,128,16]) -> f32[48,16] {
+  %param_0.17 = f32[16,3,128,16]{3,2,1,0} parameter(0), metadata={scheduling_name="param_0.17"}
+  %multiply.35 = f32[48,128,16]{2,1,0} multiply(%param_0.17, %param_0.17), metadata={op_name="jit(step)/recurrent/mul"}
+  ROOT %reduce.46 = f32[48,16]{1,0} reduce(%multiply.35), dimensions={1}, metadata={scheduling_name="reduce.46"}
+}
+
+%gemm_fusion_dot.41_computation (parameter_0.2: bf16[8,768,1]) -> f32[8,1,5120] {
+  ROOT %dot.72 = f32[8,1,5120]{2,1,0} dot(%parameter_1.2, %parameter_0.2), metadata={scheduling_name="dot.72"}
+}
+
+ENTRY %main.71 (params_0.1: bf16[5120,6144]) -> f32[] {
+  %params_0.1 = bf16[5120,6144]{1,0} parameter(0), metadata={op_name="params[0]['layers'][0]['mixer']['out_proj'].value"}
+  %params_1.1 = bf16[5120,6144]{1,0} parameter(1), metadata={op_name="params[1][0]['layers'][0]['o_proj'].value"}
+  %carry_conv.1 = bf16[3,10240]{1,0} parameter(2), metadata={op_name="carry.target.layers[0].conv"}
+  %carry_k.1 = bf16[4,64,256]{1,0} parameter(3), metadata={op_name="carry.target.layers[3].k"}
+  %wrapped_transpose = bf16[10240,3]{1,0} fusion(%carry_conv.1), kind=kLoop, calls=%t, metadata={op_name="carry.target.layers[0].conv"}
+  %copy.4 = bf16[4,64,256]{1,0} copy(%carry_k.1), metadata={op_name="carry.target.layers[3].k"}
+  %loop_mul.1 = bf16[1,6144]{1,0} fusion(%carry_conv.1), kind=kLoop, calls=%m, metadata={op_name="jit(step)/recurrent/mul"}
+  %bitcast.220 = bf16[5120,8,768]{2,1,0} bitcast(%params_0.1), metadata={scheduling_name="bitcast.220"}
+  %bitcast.221 = bf16[8,768,1]{2,1,0} bitcast(%loop_mul.1), metadata={scheduling_name="bitcast.221"}
+  %gemm_fusion_dot.41 = f32[8,1,5120]{2,1,0} fusion(%bitcast.221, %bitcast.220), kind=kCustom, calls=%gemm_fusion_dot.41_computation
+  %bitcast.222 = bf16[5120,8,768]{2,1,0} bitcast(%params_1.1)
+  %gemm_fusion_dot.42 = f32[8,1,5120]{2,1,0} fusion(%bitcast.221, %bitcast.222), kind=kCustom, calls=%gemm_fusion_dot.41_computation
+  %input_reduce_fusion.2 = f32[48,16]{1,0} fusion(%copy.4), kind=kInput, calls=%fused_reduce.2, metadata={deduplicated_name="input_reduce_fusion.2"}
+  %get-tuple-element.34 = bf16[3,10240]{1,0} get-tuple-element(%loop_mul.1), index=0
+  %copy.61 = bf16[3,10240]{1,0} copy(%get-tuple-element.34), metadata={scheduling_name="copy.61"}
+  ROOT %loop_add_fusion.3 = bf16[1,5120]{1,0} fusion(%gemm_fusion_dot.41, %params_0.1), kind=kLoop, calls=%a, metadata={op_name="jit(step)/add"}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+  ("op", "expected"),
+  [
+    ("wrapped_transpose", kernels.RECURRENT),
+    ("copy.4", kernels.ATTENTION),
+    # Its input is the mixer's, its weights are the target's.
+    ("gemm_fusion_dot.41", kernels.TARGET_GEMM),
+    ("gemm_fusion_dot.42", kernels.DRAFTER),
+    ("input_reduce_fusion.2", kernels.RECURRENT),
+    ("copy.61", kernels.RECURRENT),
+    ("loop_add_fusion.3", kernels.OTHER),
+  ],
+)
+def test_what_the_gpu_compiler_leaves_without_a_name(op, expected):
+  names = kernels.op_names(GPU_HLO)
+  assert kernels.classify(kernel(op.replace(".", "_"), op), names) == expected
 
 
 def test_scopes_of_a_compiled_program():

@@ -1,5 +1,6 @@
 """Profiled steps, with the processor's own trace in place of a GPU's."""
 
+import dataclasses
 import glob
 
 import jax
@@ -66,6 +67,50 @@ def test_every_class_is_found(subject):
   # Every activity has an instruction of the executable.
   assert measured.breakdown.unattributed_us == 0
   assert measured.heaviest
+
+
+def test_arguments_have_the_names_that_classes_go_by(subject):
+  session = subject.session("stock")
+  request = session.request(SamplingParams())
+  step = session.step.lower(session.params, session.start([1, 2]), request)
+  text = step.compile().as_text() or ""
+  for argument in ("params[0]", "carry.drafter", "carry.target.layers[0]."):
+    assert argument in text.replace("\\'", "'"), argument
+  scopes = set(kernels.op_names(text).values())
+  assert not any(s.startswith(("params", "carry.target.l")) for s in scopes)
+
+
+def test_a_step_in_graphs_is_profiled_again_without(subject, monkeypatch):
+  whole = measure.trace
+  calls = []
+
+  def trace(run):
+    found = whole(run)
+    calls.append(found)
+    if len(calls) == 1:
+      # What launched them is a graph, and their names are a library's.
+      found = [
+        dataclasses.replace(k, op="command_buffer_1", name="nvjet_1")
+        for k in found
+      ]
+    return found
+
+  monkeypatch.setattr(measure, "trace", trace)
+  session = subject.session("stock")
+  system = measure._profiled(session, [1, 2, 1, 2, 1], SamplingParams())
+  assert len(calls) == 2
+  measured = model.measured_of(system)
+  union = kernels.union_ns([(k.start_ns, k.duration_ns) for k in calls[0]])
+  # The time is that of the first, the classes are those of the second.
+  assert measured.breakdown.step_us == pytest.approx(
+    1e-3 * union / system["steps"]
+  )
+  for name in ("recurrent", "attention", "drafter"):
+    assert measured.breakdown.classes[name] > 0, name
+  assert measured.without_graphs and measured.breakdown.unattributed_us == 0
+  assert not model.measured_of(
+    measure._profiled(session, [1, 2, 1], SamplingParams())
+  ).without_graphs
 
 
 def test_few_steps_fit_a_short_sequence(subject):

@@ -71,7 +71,7 @@ def columns(parts_us):
 
 
 @pytest.fixture(name="run")
-def _run(tmp_path):
+def run_fixture(tmp_path):
   """Files of a run: the chain emits 2, 1, 1; the tree of 16 nodes 3, 1."""
   recorded = lattices.Recording(
     request="a",
@@ -151,6 +151,23 @@ def test_factors_by_hand(run):
   )
   assert out["verify_over_ar_step"] == pytest.approx(85 / 85)
   assert out["notes"] == []
+
+
+def test_classes_of_a_step_without_graphs(run):
+  path = run / model.PROFILE
+  profile = json.loads(path.read_text())
+  stock = profile["systems"]["stock"]
+  named = columns(CLASSES_US | {"target_gemm": 46.0})
+  stock["without_graphs"] = {"context": 5.0, "steps": 2, "kernels": named}
+  path.write_text(json.dumps(profile))
+  out = model.compute(run)
+  stock = out["systems"]["stock"]
+  assert stock["profiled_step_us"] == pytest.approx(100)
+  assert stock["classes"]["target_gemm"]["measured_us"] == pytest.approx(46)
+  assert stock["classes_over_step"] == pytest.approx(0.96)
+  notes = " ".join(out["notes"])
+  assert "compiled without CUDA graphs" in notes
+  assert "the classes sum to 96.0%" in notes
 
 
 def test_misses_are_told(run):
@@ -255,6 +272,25 @@ def test_no_time_for_a_cost_model(place, command):
   result = results.read_result(folder)
   assert result["cost_model"] is None
   assert any("before the cost model" in note for note in result["notes"])
+
+
+def test_a_cost_model_that_fails_is_told(place, command, monkeypatch, capsys):
+  def trace(*args):
+    raise SpecPilotError("the profile holds no kernel of a GPU")
+
+  monkeypatch.setattr(measure, "collect", trace)
+  monkeypatch.setattr(measure, "prepare", lambda: None)
+  folder = place / "no_model"
+  with kit.quick_compilation():
+    status = tiny.run(
+      *command, "--job=profile", "--notoken_forcing", f"--output_dir={folder}"
+    )
+  assert status == 1
+  result = results.read_result(folder)
+  # The benchmark is kept.
+  assert result["cost_model"] is None and result["systems"]["stock"]
+  told = "the cost model failed: the profile holds no kernel of a GPU"
+  assert told in result["notes"] and f"note: {told}" in capsys.readouterr().out
 
 
 def test_recomputed_from_files(profiled, tmp_path, capsys):
