@@ -187,34 +187,10 @@ TARGET_SCHEDULE = Schedule(
   muon=True,
 )
 
-# The drafter that ships is older: AdamW, tokens as labels, 32 anchors, prompts
-# of 64 tokens (WORKSPACE_NOTES.md, first training).
 ZOO_DRAFTER = DrafterRecipe(
   config=DFLASH,
   schedule=Schedule(
-    phases=(Phase(steps=12_000, length=512, sequences=48),),
-    peak=2e-3,
-    warmup=400,
-    weight_decay=0.01,
-    muon=True,
-  ),
-  anchors=64,
-  gamma=7.0,
-  reach=0.0,
-  soft=True,
-  variation=0.5,
-  temperatures=(0.0, 0.0, 1.0),
-  rounds=24,
-  rows=2048,
-  prompt_tokens=128,
-  visits=96,
-  surprise=0.0,
-)
-
-SMOLLM2_DRAFTER = DrafterRecipe(
-  config=SMOLLM2_DFLASH,
-  schedule=Schedule(
-    phases=(Phase(steps=2803, length=512, sequences=32),),
+    phases=(Phase(steps=15_500, length=512, sequences=48),),
     peak=2e-3,
     warmup=400,
     weight_decay=0.01,
@@ -222,11 +198,33 @@ SMOLLM2_DRAFTER = DrafterRecipe(
   ),
   anchors=64,
   gamma=4.0,
-  reach=0.0,
-  soft=False,
-  variation=0.0,
+  reach=0.7,
+  soft=True,
+  variation=0.8,
   temperatures=(0.0, 0.0, 1.0),
-  rounds=8,
+  rounds=24,
+  rows=2048,
+  prompt_tokens=128,
+  visits=96,
+  surprise=4.0,
+)
+
+SMOLLM2_DRAFTER = DrafterRecipe(
+  config=SMOLLM2_DFLASH,
+  schedule=Schedule(
+    phases=(Phase(steps=10_000, length=512, sequences=32),),
+    peak=2e-3,
+    warmup=400,
+    weight_decay=0.01,
+    muon=True,
+  ),
+  anchors=64,
+  gamma=4.0,
+  reach=0.7,
+  soft=False,
+  variation=0.5,
+  temperatures=(0.0, 0.0, 1.0),
+  rounds=24,
   rows=1024,
   prompt_tokens=192,
   visits=64,

@@ -91,8 +91,7 @@ def _stage_data(name: str, work: pathlib.Path, tests: Sequence[str]) -> None:
   np.save(work / "train.npy", stream)
   with (work / "held_out.jsonl").open("w") as f:
     for d in held_out:
-      line = {"source": d.source, "domain": d.domain, "text": d.text}
-      f.write(json.dumps(line) + "\n")
+      f.write(json.dumps({"source": d.source, "text": d.text}) + "\n")
   _write_corpus(work, train, held_out, dropped, train_tokens=stream.size)
 
 
@@ -193,10 +192,9 @@ def _stage_release(name: str, work: pathlib.Path) -> None:
   )
   sources = json.loads((work / "corpus.json").read_text())["sources"]
   lines = (work / "held_out.jsonl").read_text().splitlines()
-  documents = [json.loads(line) for line in lines]
   store.write_prompts(
     release / store.PROMPTS.name,
-    [d for d in documents if d["domain"] == "code"],
+    [json.loads(line) for line in lines],
     {name: entry["licence"] for name, entry in sources.items()},
     tokenizers.Tokenizer.from_file(str(work / "tokenizer.json")),
   )
