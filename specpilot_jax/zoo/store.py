@@ -143,7 +143,8 @@ def _long_prompts(
   streams: dict[str, list[Iterator[dict[str, str]]]] = {}
 
   def prompts(source, licence, text, seed):
-    for line, run in _runs(text, seed, backend, LONG_LENGTHS, 0):
+    # From the first half of its lines: few documents are long.
+    for line, run in _runs(text, seed, backend, LONG_LENGTHS, 0, first=0.5):
       where = f"{source}:{line + 1}"
       yield {"domain": domain, "source": where, "licence": licence, "text": run}
 
@@ -164,17 +165,23 @@ def _in_turn(streams: Sequence[Iterator]) -> Iterator:
 
 
 def _runs(
-  text: str, seed: int, backend, lengths: tuple[int, int], room: int
+  text: str,
+  seed: int,
+  backend,
+  lengths: tuple[int, int],
+  room: int,
+  first: float = 1.0,
 ) -> Iterator[tuple[int, str]]:
   """Runs of lines of a text, from a random line on: (first line, run).
 
   Args:
     lengths: least and most ids of a run.
     room: ids behind a run that belong to no other.
+    first: share of the lines in which the first run begins.
   """
   lines = text.splitlines(keepends=True)
   rng = np.random.default_rng(seed)
-  line = int(rng.integers(len(lines)))
+  line = int(rng.integers(max(1, int(first * len(lines)))))
   while line < len(lines):
     ids = backend.encode("".join(lines[line:])).ids
     most = min(lengths[1], len(ids) - room)
