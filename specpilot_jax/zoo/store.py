@@ -114,8 +114,7 @@ def write_prompts(
     {"source": f"{source}:{line + 1}", "licence": licence, "text": run}
     for index, (source, licence, text) in enumerate(by_domain["code"])
     for line, run in itertools.islice(
-      _runs(text, index, backend, part=1, lengths=(tokens, tokens), room=room),
-      1,
+      _runs(text, index, backend, (tokens, tokens), room), 1
     )
   )
   _write_lines(path, itertools.islice(short, count))
@@ -144,14 +143,13 @@ def _long_prompts(
   streams: dict[str, list[Iterator[dict[str, str]]]] = {}
 
   def prompts(source, licence, text, seed):
-    for line, run in _runs(
-      text, seed, backend, part=4, lengths=LONG_LENGTHS, room=0
-    ):
+    for line, run in _runs(text, seed, backend, LONG_LENGTHS, 0):
       where = f"{source}:{line + 1}"
       yield {"domain": domain, "source": where, "licence": licence, "text": run}
 
   for source, licence, text in documents:
-    seed = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8])
+    # Not the bytes that tell held-out files.
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[8:16])
     if seed % 2 == half:
       own = streams.setdefault(source.split("/")[0], [])
       own.append(prompts(source, licence, text, seed))
@@ -166,36 +164,24 @@ def _in_turn(streams: Sequence[Iterator]) -> Iterator:
 
 
 def _runs(
-  text: str,
-  seed: int,
-  backend,
-  *,
-  part: int,
-  lengths: tuple[int, int],
-  room: int,
+  text: str, seed: int, backend, lengths: tuple[int, int], room: int
 ) -> Iterator[tuple[int, str]]:
   """Runs of lines of a text, from a random line on: (first line, run).
 
   Args:
-    part: the first run begins in the first of so many parts of the text.
     lengths: least and most ids of a run.
     room: ids behind a run that belong to no other.
   """
   lines = text.splitlines(keepends=True)
   rng = np.random.default_rng(seed)
-  line = int(rng.integers(-(-len(lines) // part)))
-
-  def rest() -> list[int]:
-    return backend.encode("".join(lines[line:])).ids
-
-  # Short files begin earlier.
-  while len(ids := rest()) < lengths[0] + room and line:
-    line //= 2
-  while len(ids) >= lengths[0] + room:
+  line = int(rng.integers(len(lines)))
+  while line < len(lines):
+    ids = backend.encode("".join(lines[line:])).ids
     most = min(lengths[1], len(ids) - room)
+    if most < lengths[0]:
+      return
     length = int(rng.integers(lengths[0], most + 1))
     run = backend.decode(ids[:length])
     if backend.encode(run).ids == ids[:length]:
       yield line, run
     line += len(backend.decode(ids[: length + room]).splitlines())
-    ids = rest()
