@@ -86,8 +86,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       f" and {STOCK} among the systems"
     )
   loading.prepare_jax(settings.dtype)
-  if profile:
-    measure.prepare()
+  measure.prepare()
   if settings.card is not None:
     plan.check_card(settings.card)
   source = loading.open_target(settings.target)

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 import pallas_kernels
-import specpilot_jax
 from experiments import devices, results
 from experiments.cost_model import floors, kernels, lattices, model, separate
 from experiments.cost_model.recorder import Session, record_all
 from experiments.settings import AR, STOCK
-from specpilot_jax import compilation
+from specpilot_jax import compilation, decoding, mechanisms
+from specpilot_jax import models as models_lib
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
@@ -95,22 +95,22 @@ def check(subject: Subject) -> None:
 
 
 def prepare() -> None:
-  """Gives a profile a compilation cache of its own sources.
+  """Gives measurements a compilation cache of their own sources.
 
   An executable from the persistent cache may carry the scopes of older sources,
   since they are no part of its key. Among executables of the same sources what
-  is profiled is the very one that decoded.
+  is profiled is the very one that decoded, here or in a benchmark before.
   """
   cache = jax.config.jax_compilation_cache_dir
   if cache is not None:
-    folder = Path(cache) / f"profile-{_sources_digest()[:12]}"
+    folder = Path(cache) / f"sources-{_sources_digest()[:12]}"
     compilation.use_persistent_cache(folder)
 
 
 def _sources_digest() -> str:
-  """SHA-256 of all that scopes and steps are made of."""
+  """SHA-256 of all that the scopes of a step come from."""
   digest = hashlib.sha256()
-  for package in (specpilot_jax, pallas_kernels):
+  for package in (models_lib, decoding, mechanisms, pallas_kernels):
     root = Path(package.__path__[0])
     for path in sorted(root.rglob("*.py")):
       digest.update(f"{path.relative_to(root.parent)}\0".encode())

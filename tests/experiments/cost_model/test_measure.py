@@ -53,7 +53,7 @@ def _subject(monkeypatch, tmp_path):
     )
 
 
-def test_a_profile_has_a_cache_of_its_own_sources(tmp_path, monkeypatch):
+def test_measurements_have_a_cache_of_their_own_sources(tmp_path, monkeypatch):
   folders = []
   monkeypatch.setattr(
     measure.compilation, "use_persistent_cache", folders.append
@@ -62,7 +62,7 @@ def test_a_profile_has_a_cache_of_its_own_sources(tmp_path, monkeypatch):
   source.parent.mkdir()
   source.write_text("scope = 1\n")
   package = types.SimpleNamespace(__path__=[str(source.parent)])
-  monkeypatch.setattr(measure, "specpilot_jax", package)
+  monkeypatch.setattr(measure, "decoding", package)
   before = jax.config.jax_compilation_cache_dir
   try:
     jax.config.update("jax_compilation_cache_dir", None)
