@@ -80,14 +80,13 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   startup: dict[str, Any] = {"program_s": _age_s()}
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
-  if profile:
-    measure.prepare()
-    if STOCK not in settings.systems:
-      raise SpecPilotError(
-        "--job=profile measures stock against its ceiling: it needs a drafter,"
-        f" and {STOCK} among the systems"
-      )
+  if profile and STOCK not in settings.systems:
+    raise SpecPilotError(
+      "--job=profile measures stock against its ceiling: it needs a drafter,"
+      f" and {STOCK} among the systems"
+    )
   loading.prepare_jax(settings.dtype)
+  measure.prepare()
   if settings.card is not None:
     plan.check_card(settings.card)
   source = loading.open_target(settings.target)

@@ -5,6 +5,7 @@ are timed separately. Both go to profile.json, from which `model` computes.
 """
 
 import dataclasses
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
+import pallas_kernels
 from experiments import devices, results
 from experiments.cost_model import floors, kernels, lattices, model, separate
 from experiments.cost_model.recorder import Session, record_all
 from experiments.settings import AR, STOCK
+from specpilot_jax import compilation, decoding, mechanisms
+from specpilot_jax import models as models_lib
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
@@ -91,12 +95,27 @@ def check(subject: Subject) -> None:
 
 
 def prepare() -> None:
-  """Settings that must hold before anything is compiled.
+  """Gives measurements a compilation cache of their own sources.
 
-  Executables in the persistent cache may carry the scopes of older sources;
-  with the scopes in its key, the cache keeps apart what differs in them.
+  An executable from the persistent cache may carry the scopes of older sources,
+  since they are no part of its key. Among executables of the same sources what
+  is profiled is the very one that decoded, here or in a benchmark before.
   """
-  jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+  cache = jax.config.jax_compilation_cache_dir
+  if cache is not None:
+    folder = Path(cache) / f"sources-{_sources_digest()[:12]}"
+    compilation.use_persistent_cache(folder)
+
+
+def _sources_digest() -> str:
+  """SHA-256 of all that the scopes of a step come from."""
+  digest = hashlib.sha256()
+  for package in (models_lib, decoding, mechanisms, pallas_kernels):
+    root = Path(package.__path__[0])
+    for path in sorted(root.rglob("*.py")):
+      digest.update(f"{path.relative_to(root.parent)}\0".encode())
+      digest.update(hashlib.sha256(path.read_bytes()).digest())
+  return digest.hexdigest()
 
 
 def collect(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import types
 
 import jax
 import pytest
@@ -50,6 +51,32 @@ def _subject(monkeypatch, tmp_path):
       max_seq_len=96,
       prefill_chunk=16,
     )
+
+
+def test_measurements_have_a_cache_of_their_own_sources(tmp_path, monkeypatch):
+  folders = []
+  monkeypatch.setattr(
+    measure.compilation, "use_persistent_cache", folders.append
+  )
+  source = tmp_path / "package" / "model.py"
+  source.parent.mkdir()
+  source.write_text("scope = 1\n")
+  package = types.SimpleNamespace(__path__=[str(source.parent)])
+  monkeypatch.setattr(measure, "decoding", package)
+  before = jax.config.jax_compilation_cache_dir
+  try:
+    jax.config.update("jax_compilation_cache_dir", None)
+    measure.prepare()
+    assert folders == []
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
+    measure.prepare()
+    measure.prepare()
+    source.write_text("scope = 2\n")
+    measure.prepare()
+  finally:
+    jax.config.update("jax_compilation_cache_dir", before)
+  assert folders[0] == folders[1] != folders[2]
+  assert all(f.parent == tmp_path / "compiled" for f in folders)
 
 
 def test_every_class_is_found(subject):
