@@ -14,6 +14,10 @@ from specpilot_jax.models.drafters.config import DrafterConfig
 PLAN_HOLDS = 0.05
 """Share of the plan that the peak may differ from it."""
 
+UNPLANNED_BYTES = 1 << 28
+"""And what it may differ by in any case: temporaries of compiling and of reading
+weights are not planned, and are more than a small model."""
+
 SCORED_COPIES = 3
 """Of a scored chunk's logits in float32 that live at once: the model's own,
 with noise, and without what filters cut."""
@@ -146,8 +150,11 @@ class Peaks:
   def notes(self) -> list[str]:
     """What a reader must know of a plan that did not hold."""
     told = self.told()
-    ratio = told["peak_over_plan"]
-    if ratio is None or abs(ratio - 1) <= PLAN_HOLDS:
+    if told["peak_bytes"] is None:
+      return []
+    total = told["planned_total_bytes"]
+    allowed = max(PLAN_HOLDS * total, UNPLANNED_BYTES)
+    if abs(told["peak_bytes"] - total) <= allowed:
       return []
     return [f"{describe(told)}: more than {PLAN_HOLDS:.0%} from it"]
 

@@ -2,8 +2,8 @@
 
 Acceptance lengths of the drafter on held-out prompts, greedy and sampled,
 with the requests that ended in a loop counted apart. With --held_out (the
-`held_out.jsonl` of a training run) also the target's bits per byte beside what
-gzip and xz need for the same files.
+`held_out.jsonl` of a training run) also, by domain, the target's bits per byte
+beside what gzip and xz need for the same files.
 """
 
 import json
@@ -13,7 +13,7 @@ from absl import flags
 
 from specpilot_jax import cli, loading
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.zoo import measures, store
+from specpilot_jax.zoo import data, measures, store
 
 _MODEL = flags.DEFINE_string("model", "zoo", "Target.")
 _DRAFTER = flags.DEFINE_string("drafter", "dflash", "Drafter name or folder.")
@@ -26,9 +26,14 @@ _EVERY = flags.DEFINE_integer("every", 1, "Take one held-out file in so many.")
 SETTINGS = ((0.0, "match"), (1.0, "rejection"), (1.0, "match"))
 
 
-def _read_texts(path: pathlib.Path, every: int) -> list[str]:
+def _read_texts(path: pathlib.Path, every: int) -> dict[str, list[str]]:
+  """Texts of the held-out files by domain."""
+  texts: dict[str, list[str]] = {}
   lines = path.read_text(encoding="utf-8").splitlines()
-  return [json.loads(line)["text"] for line in lines[::every]]
+  for record in map(json.loads, lines[::every]):
+    domain = data.domain_of(record["source"])
+    texts.setdefault(domain, []).append(record["text"])
+  return texts
 
 
 def main() -> None:
@@ -59,18 +64,24 @@ def main() -> None:
       : _SAMPLES.value
     ]:
       print(f"--- prompt\n{prompt}\n--- {output.finish_reason}\n{output.text}")
-  if _HELD_OUT.value is not None:
-    texts = _read_texts(pathlib.Path(_HELD_OUT.value), _EVERY.value)
-    size = sum(len(t.encode()) for t in texts)
-    print(json.dumps({"files": len(texts), "bytes": size}), flush=True)
-    print(json.dumps(measures.compressors(texts)), flush=True)
+  if _HELD_OUT.value is None:
+    return
+  by_domain = _read_texts(pathlib.Path(_HELD_OUT.value), _EVERY.value)
+  for domain, texts in by_domain.items():
     bits = measures.bits_per_byte(
       model.target,
       model.tokenizer,
       texts,
       progress=lambda n, bits: print(f"{n} files: {bits:.4f}", flush=True),
     )
-    print(json.dumps({"target": round(bits, 4)}))
+    line = {
+      "domain": domain,
+      "files": len(texts),
+      "bytes": sum(len(t.encode()) for t in texts),
+      "target": round(bits, 4),
+      **measures.compressors(texts),
+    }
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -91,24 +91,29 @@ def test_memory_is_checked(monkeypatch):
   assert (footprint.device_bytes(), plan.peak_bytes()) == (7, 5)
 
 
-def test_the_peak_is_held_against_the_plan(monkeypatch):
+@pytest.mark.parametrize(("unit", "noted"), [(10**9, True), (10**6, False)])
+def test_the_peak_is_held_against_the_plan(monkeypatch, unit, noted):
   stats = {"bytes_limit": 10**12}
   a_gpu(monkeypatch, "NVIDIA H200", stats)
-  peaks = plan.Peaks({"target": 900, "drafter": 100})
-  for part, peak in (("weights", 950), ("warm_up", 1040), ("measure", 1040)):
-    stats["peak_bytes_in_use"] = peak
+  peaks = plan.Peaks({"target": 90 * unit, "drafter": 10 * unit})
+  for part, peak in (("weights", 95), ("warm_up", 104), ("measure", 104)):
+    stats["peak_bytes_in_use"] = peak * unit
     peaks.note(part)
   told = peaks.told()
-  assert told["planned_total_bytes"] == 1000 and told["peak_bytes"] == 1040
+  assert told["planned_total_bytes"] == 100 * unit
+  assert told["peak_bytes"] == 104 * unit
   assert told["peak_bytes_after"] == {
-    "weights": 950, "warm_up": 1040, "measure": 1040,
+    "weights": 95 * unit, "warm_up": 104 * unit, "measure": 104 * unit,
   }  # fmt: skip
   assert told["peak_over_plan"] == pytest.approx(1.04)
   assert "(+4.0%)" in (plan.describe(told) or "")
   assert peaks.notes() == []
-  stats["peak_bytes_in_use"] = 1060
+  stats["peak_bytes_in_use"] = 106 * unit
   peaks.note("profile")
-  assert "(+6.0%): more than 5%" in peaks.notes()[0]
+  # 6 MB more than planned say nothing: compiling takes as much.
+  assert ["(+6.0%): more than 5%" in note for note in peaks.notes()] == (
+    [True] if noted else []
+  )
 
 
 def test_a_processor_counts_no_peak():
