@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tree_attention
+from pallas_kernels import dispatch, tree_attention
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.models import layers
 from specpilot_jax.models.state import AttentionStash, AttentionState, Nodes
@@ -17,8 +17,11 @@ class Attention(nnx.Module):
   q_norm: layers.RMSNorm  # where the family has them
   k_norm: layers.RMSNorm
 
-  def __init__(self, config: ModelConfig, dtype, rngs):
+  def __init__(
+    self, config: ModelConfig, dtype, rngs, kernels: dispatch.Kernels
+  ):
     self.config = config
+    self.kernels = kernels
     q_rows = config.num_heads * config.head_dim
     # Qwen3.5's q_proj packs [q | gate] for each head.
     self.q_rows = q_rows * (2 if config.attention_gate else 1)
@@ -82,6 +85,16 @@ class Attention(nnx.Module):
     q, k, v, gate = self.project(x, positions)
     scale = self.config.head_dim**-0.5
     out = tree_attention.tree_attention(
-      q, k, v, state.k, state.v, length, nodes.mask, scale
+      q,
+      k,
+      v,
+      state.k,
+      state.v,
+      length,
+      nodes.mask,
+      scale,
+      implementation=(
+        "reference" if nodes.is_prompt else self.kernels.tree_attention
+      ),
     )
     return self.output(out, gate), AttentionStash(k=k, v=v)

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gated_delta
+from pallas_kernels import dispatch, gated_delta, gdn_decode
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.models import layers
 from specpilot_jax.models.state import (
@@ -58,8 +58,11 @@ class Projected(NamedTuple):
 class GatedDeltaNet(nnx.Module):
   """qkv, z, b and a fused as rows of one projection, in this order."""
 
-  def __init__(self, config: ModelConfig, dtype, rngs):
+  def __init__(
+    self, config: ModelConfig, dtype, rngs, kernels: dispatch.Kernels
+  ):
     self.config = config
+    self.kernels = kernels
     heads = config.gdn_num_value_heads
     acc = layers.accumulation_dtype(dtype)
     rows = config.gdn_conv_dim + config.gdn_value_dim + 2 * heads
@@ -122,6 +125,8 @@ class GatedDeltaNet(nnx.Module):
     self, x: Float[Array, "N D"], nodes: Nodes, state: GDNState
   ) -> tuple[Float[Array, "N D"], GDNStash | GDNPrefillStash]:
     """Runs the nodes on top of the committed state, which is only read."""
+    if nodes.prefill and not nodes.is_prompt:
+      return self._decode(x, nodes, state)
     p = self.project(x, nodes, state)
     if nodes.prefill:
       o, recurrent = gated_delta.chunk_prefill(
@@ -130,7 +135,35 @@ class GatedDeltaNet(nnx.Module):
       stash = GDNPrefillStash(recurrent=recurrent, rows=p.rows)
     else:
       o, u, decay = gated_delta.tree_verify(
-        *p.inputs, state.recurrent, nodes.mask
+        *p.inputs,
+        state.recurrent,
+        nodes.mask,
+        implementation=self.kernels.gdn_tree_verify,
       )
       stash = GDNStash(k=p.inputs[1], u=u, decay=decay, rows=p.rows)
     return self.output(o, p.z), stash
+
+  def _decode(
+    self, x: Float[Array, "1 D"], nodes: Nodes, state: GDNState
+  ) -> tuple[Float[Array, "1 D"], GDNPrefillStash]:
+    """One token that is certain to be committed."""
+    c = self.config
+    projected = self.in_proj(x)
+    o, recurrent = gdn_decode.decode(
+      projected[0],
+      state.conv,
+      self.conv_weight[...],
+      self.a_log[...],
+      self.dt_bias[...],
+      state.recurrent,
+      nodes.count > 0,
+      key_heads=c.gdn_num_key_heads,
+      implementation=self.kernels.gdn_decode,
+    )
+    rows, z, _ = jnp.split(
+      projected,
+      (c.gdn_conv_dim, c.gdn_conv_dim + c.gdn_value_dim),
+      axis=-1,
+    )
+    stash = GDNPrefillStash(recurrent=recurrent, rows=rows)
+    return self.output(o[None], z), stash

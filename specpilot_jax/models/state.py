@@ -112,6 +112,11 @@ class Nodes:
   def size(self) -> int:
     return self.tokens.shape[0]
 
+  @property
+  def is_prompt(self) -> bool:
+    """Several nodes of one path: a run of prompt, or one that is scored."""
+    return self.prefill and self.size > 1
+
 
 def run_of(tokens: Int[Array, " N"], count, *, prefill: bool) -> Nodes:
   """One path: each token is the child of the one before it."""

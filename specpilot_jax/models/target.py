@@ -15,7 +15,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import configs
+from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import assembly, attention, gated_delta, layers
 from specpilot_jax.models.state import LayerStash, Nodes, TargetState
@@ -40,7 +42,9 @@ class TargetOutput:
 class DecoderLayer(nnx.Module):
   """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-  def __init__(self, config: configs.ModelConfig, kind: str, dtype, rngs):
+  def __init__(
+    self, config: configs.ModelConfig, kind: str, dtype, rngs, kernels: Kernels
+  ):
     def norm():
       return layers.RMSNorm(
         config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
@@ -48,9 +52,9 @@ class DecoderLayer(nnx.Module):
 
     self.input_norm = norm()
     if kind == configs.GDN:
-      self.mixer = gated_delta.GatedDeltaNet(config, dtype, rngs)
+      self.mixer = gated_delta.GatedDeltaNet(config, dtype, rngs, kernels)
     else:
-      self.mixer = attention.Attention(config, dtype, rngs)
+      self.mixer = attention.Attention(config, dtype, rngs, kernels)
     self.post_norm = norm()
     self.mlp = layers.MLP(
       config.hidden_size, config.intermediate_size, dtype, rngs
@@ -75,14 +79,24 @@ class DecoderLayer(nnx.Module):
 class Target(nnx.Module):
   """A target model; parameters as in `parameter_shapes`."""
 
-  def __init__(self, config: configs.ModelConfig, dtype, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: configs.ModelConfig,
+    dtype,
+    rngs: nnx.Rngs,
+    kernels: Kernels = REFERENCE,
+  ):
     self.config = config
+    self.kernels = kernels
     self.dtype = jnp.dtype(dtype)
     self.embed = layers.Embedding(
       config.vocab_size, config.hidden_size, dtype, rngs
     )
     self.layers = nnx.List(
-      [DecoderLayer(config, kind, dtype, rngs) for kind in config.layer_types]
+      [
+        DecoderLayer(config, kind, dtype, rngs, kernels)
+        for kind in config.layer_types
+      ]
     )
     self.norm = layers.RMSNorm(
       config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
@@ -128,8 +142,8 @@ class Target(nnx.Module):
     return out
 
 
-def _make(config: configs.ModelConfig, dtype):
-  return lambda: Target(config, dtype, nnx.Rngs(0))
+def _make(config: configs.ModelConfig, dtype, kernels: Kernels = REFERENCE):
+  return lambda: Target(config, dtype, nnx.Rngs(0), kernels)
 
 
 def structs(
@@ -153,7 +167,10 @@ def parameters(target: Target) -> dict[str, Array]:
 
 
 def assemble(
-  config: configs.ModelConfig, arrays: Mapping[str, Array], dtype
+  config: configs.ModelConfig,
+  arrays: Mapping[str, Array],
+  dtype,
+  kernels: Kernels = REFERENCE,
 ) -> Target:
   """A target around arrays that are on the device already; nothing is copied.
 
@@ -161,11 +178,14 @@ def assemble(
     config: the model.
     arrays: as `structs(config, dtype)` says; not checked for NaN or infinity.
     dtype: of activations and weights.
+    kernels: implementations of its operations.
 
   Raises:
-    SpecPilotError: a missing or extra name, a wrong shape or dtype.
+    SpecPilotError: a missing or extra name, a wrong shape or dtype, kernels
+      that cannot run here.
   """
-  return assembly.assemble(config.name, _make(config, dtype), arrays)
+  kernels_lib.check(kernels, config, str(jnp.dtype(dtype)))
+  return assembly.assemble(config.name, _make(config, dtype, kernels), arrays)
 
 
 def check_dtype(dtype: str) -> None:
@@ -179,7 +199,10 @@ def check_dtype(dtype: str) -> None:
 
 
 def build(
-  config: configs.ModelConfig, params: Mapping[str, np.ndarray], dtype: str
+  config: configs.ModelConfig,
+  params: Mapping[str, np.ndarray],
+  dtype: str,
+  kernels: Kernels = REFERENCE,
 ) -> Target:
   """Builds a target from named arrays.
 
@@ -188,12 +211,14 @@ def build(
     params: arrays of any float dtype by the names of `parameter_shapes`; they
       are cast to `dtype`, a_log and dt_bias to at least float32.
     dtype: `bfloat16`, `float32` or `float64` (needs `jax_enable_x64`).
+    kernels: implementations of its operations.
 
   Raises:
     SpecPilotError: a missing or extra name, a wrong shape, a value that is not
-      finite, an unknown dtype.
+      finite, an unknown dtype, kernels that cannot run here.
   """
   check_dtype(dtype)
+  kernels_lib.check(kernels, config, dtype)
   wanted = structs(config, jnp.dtype(dtype))
   assembly.check_names(config.name, wanted, params)
   arrays = {}
@@ -209,7 +234,7 @@ def build(
       raise SpecPilotError(
         f"{config.name}: parameter {name!r} holds NaN or infinity"
       )
-  return assemble(config, arrays, jnp.dtype(dtype))
+  return assemble(config, arrays, jnp.dtype(dtype), kernels)
 
 
 def random_params(

@@ -78,7 +78,7 @@ def commit_clamped_at_3():
 
 
 def decay_after_delta():
-  def tree_verify(q, k, v, g, beta, state, mask):
+  def tree_verify(q, k, v, g, beta, state, mask, **settings):
     repeat = v.shape[1] // k.shape[1]
     s, outputs, updates = state, [], []
     for i in range(q.shape[0]):
@@ -88,15 +88,17 @@ def decay_after_delta():
       s = jnp.exp(g[i])[:, None, None] * s
       outputs.append(jnp.einsum("hkv,hk->hv", s, query))
       updates.append(u)
-    del mask
+    del mask, settings
     return jnp.stack(outputs), jnp.stack(updates), jnp.cumsum(g, axis=0)
 
   return mock.patch.object(kernels, "tree_verify", tree_verify)
 
 
 def verify_from_an_empty_state():
-  def tree_verify(q, k, v, g, beta, state, mask):
-    return _tree_verify(q, k, v, g, beta, jnp.zeros_like(state), mask)
+  def tree_verify(q, k, v, g, beta, state, mask, **settings):
+    return _tree_verify(
+      q, k, v, g, beta, jnp.zeros_like(state), mask, **settings
+    )
 
   return mock.patch.object(kernels, "tree_verify", tree_verify)
 
@@ -142,9 +144,9 @@ def keys_in_memory_order():
 
 
 def nodes_see_later_nodes():
-  def tree_attention(q, k, v, k_prefix, v_prefix, length, mask, *rest):
+  def tree_attention(q, k, v, k_prefix, v_prefix, length, mask, *rest, **named):
     return _tree_attention(
-      q, k, v, k_prefix, v_prefix, length, jnp.ones_like(mask), *rest
+      q, k, v, k_prefix, v_prefix, length, jnp.ones_like(mask), *rest, **named
     )
 
   return mock.patch.object(attention_kernels, "tree_attention", tree_attention)
