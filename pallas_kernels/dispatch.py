@@ -21,12 +21,12 @@ class Kernels:
 
   Attributes:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).
-    gdn_tree_verify: its nodes of a tree (`gated_delta.tree_verify`).
+    gdn_verify: its nodes of a tree (`gdn_verify.verify`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
   """
 
   gdn_decode: Implementation = "reference"
-  gdn_tree_verify: Implementation = "reference"
+  gdn_verify: Implementation = "reference"
   tree_attention: Implementation = "reference"
 
   @classmethod

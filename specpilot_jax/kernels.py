@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels import dispatch, gated_delta
+from pallas_kernels import dispatch, gdn_verify
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
@@ -77,10 +77,10 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
 
 def check_nodes(kernels: Kernels, nodes: int) -> None:
   """Refuses a verify pass of more nodes than a kernel takes."""
-  limit = max(gated_delta.TREE_TILES)
-  if kernels.gdn_tree_verify != "reference" and nodes > limit:
+  limit = max(gdn_verify.TILES)
+  if kernels.gdn_verify != "reference" and nodes > limit:
     raise SpecPilotError(
-      f"kernel gdn_tree_verify takes at most {limit} nodes, a pass has {nodes}"
+      f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"
     )
 
 

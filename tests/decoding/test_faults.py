@@ -78,7 +78,7 @@ def commit_clamped_at_3():
 
 
 def decay_after_delta():
-  def tree_verify(q, k, v, g, beta, state, mask, **settings):
+  def tree_verify(q, k, v, g, beta, state, mask):
     repeat = v.shape[1] // k.shape[1]
     s, outputs, updates = state, [], []
     for i in range(q.shape[0]):
@@ -88,17 +88,15 @@ def decay_after_delta():
       s = jnp.exp(g[i])[:, None, None] * s
       outputs.append(jnp.einsum("hkv,hk->hv", s, query))
       updates.append(u)
-    del mask, settings
+    del mask
     return jnp.stack(outputs), jnp.stack(updates), jnp.cumsum(g, axis=0)
 
   return mock.patch.object(kernels, "tree_verify", tree_verify)
 
 
 def verify_from_an_empty_state():
-  def tree_verify(q, k, v, g, beta, state, mask, **settings):
-    return _tree_verify(
-      q, k, v, g, beta, jnp.zeros_like(state), mask, **settings
-    )
+  def tree_verify(q, k, v, g, beta, state, mask):
+    return _tree_verify(q, k, v, g, beta, jnp.zeros_like(state), mask)
 
   return mock.patch.object(kernels, "tree_verify", tree_verify)
 

@@ -10,7 +10,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from pallas_kernels import gated_delta, gdn_decode, tree_attention
+from pallas_kernels import gdn_decode, gdn_verify, tree_attention
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import SystemConfig
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 GDN_LAYERS, ATTENTION_LAYERS = 2, 1
 FUNCTIONS = {
   "gdn_decode": (gdn_decode, "_decode_kernel"),
-  "gdn_tree_verify": (gated_delta, "_tree_verify_kernel"),
+  "gdn_verify": (gdn_verify, "_verify_kernel"),
   "tree_attention": (tree_attention, "_tree_attention_kernel"),
 }
 
@@ -104,13 +104,13 @@ class EngineTest(parameterized.TestCase):
     expected = dict.fromkeys(FUNCTIONS, 0)
     if operation == "tree_attention":
       expected[operation] = ATTENTION_LAYERS + stock * DRAFTER.num_layers
-    elif operation == ("gdn_tree_verify" if stock else "gdn_decode"):
+    elif operation == ("gdn_verify" if stock else "gdn_decode"):
       expected[operation] = GDN_LAYERS
     self.assertEqual(found, expected)
     self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)
 
   def test_too_many_nodes(self):
-    own = target(Kernels(gdn_tree_verify="interpret"))
+    own = target(Kernels(gdn_verify="interpret"))
     for drafts in (63, 64):
       expectation = (
         pytest.raises(SpecPilotError, match="at most 64 nodes, a pass has 65")
