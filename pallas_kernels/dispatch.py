@@ -23,11 +23,13 @@ class Kernels:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).
     gdn_verify: its nodes of a tree (`gdn_verify.verify`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
+    matvec: a target's weights times one row (`matvec.matvec`).
   """
 
   gdn_decode: Implementation = "reference"
   gdn_verify: Implementation = "reference"
   tree_attention: Implementation = "reference"
+  matvec: Implementation = "reference"
 
   @classmethod
   def all(cls, implementation: Implementation) -> "Kernels":

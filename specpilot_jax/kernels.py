@@ -7,6 +7,14 @@ from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 
+_GDN_SIZES = ("gdn_key_head_dim", "gdn_value_head_dim")
+_POWERS_OF_TWO = {
+  "gdn_decode": _GDN_SIZES,
+  "gdn_verify": _GDN_SIZES,
+  "tree_attention": ("head_dim",),
+}
+"""Sizes that a kernel's tiles are made of."""
+
 _CHOICES = " or ".join((", ".join(IMPLEMENTATIONS[:-1]), IMPLEMENTATIONS[-1]))
 
 
@@ -65,8 +73,7 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
         f"kernel {name}: {implementation} takes bfloat16 and float32, not"
         f" {dtype}"
       )
-    sizes = ("gdn_key_head_dim", "gdn_value_head_dim")
-    for field in ("head_dim",) if name == "tree_attention" else sizes:
+    for field in _POWERS_OF_TWO.get(name, ()):
       size = getattr(config, field)
       if size & (size - 1):
         raise SpecPilotError(

@@ -27,9 +27,15 @@ class Attention(nnx.Module):
     self.q_rows = q_rows * (2 if config.attention_gate else 1)
     kv_rows = config.num_kv_heads * config.head_dim
     self.qkv = layers.Linear(
-      config.hidden_size, self.q_rows + 2 * kv_rows, dtype, rngs
+      config.hidden_size,
+      self.q_rows + 2 * kv_rows,
+      dtype,
+      rngs,
+      kernels.matvec,
     )
-    self.o_proj = layers.Linear(q_rows, config.hidden_size, dtype, rngs)
+    self.o_proj = layers.Linear(
+      q_rows, config.hidden_size, dtype, rngs, kernels.matvec
+    )
     if config.qk_norm:
       for name in ("q_norm", "k_norm"):
         norm = layers.RMSNorm(

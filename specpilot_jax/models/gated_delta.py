@@ -61,7 +61,9 @@ class GatedDeltaNet(nnx.Module):
     heads = config.gdn_num_value_heads
     acc = layers.accumulation_dtype(dtype)
     rows = config.gdn_conv_dim + config.gdn_value_dim + 2 * heads
-    self.in_proj = layers.Linear(config.hidden_size, rows, dtype, rngs)
+    self.in_proj = layers.Linear(
+      config.hidden_size, rows, dtype, rngs, kernels.matvec
+    )
     init = nnx.initializers.normal(0.02)
     self.conv_weight = nnx.Param(
       init(rngs.params(), (config.gdn_conv_dim, config.gdn_conv_kernel), dtype)
@@ -72,7 +74,7 @@ class GatedDeltaNet(nnx.Module):
       config.gdn_value_head_dim, config.norm_eps, False, dtype
     )
     self.out_proj = layers.Linear(
-      config.gdn_value_dim, config.hidden_size, dtype, rngs
+      config.gdn_value_dim, config.hidden_size, dtype, rngs, kernels.matvec
     )
 
   def project(

@@ -9,6 +9,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import matvec as matvec_lib
+from pallas_kernels.dispatch import Implementation
+
 _INIT = nnx.initializers.normal(0.02)
 
 
@@ -27,21 +30,30 @@ def exact(dtype) -> lax.Precision | None:
 
 @jax.named_scope("weights")
 def matmul(
-  x: Float[Array, "N I"], weight: Float[Array, "O I"], out_dtype=None
+  x: Float[Array, "N I"],
+  weight: Float[Array, "O I"],
+  out_dtype=None,
+  matvec: Implementation = "reference",
 ) -> Float[Array, "N O"]:
   """x W^T with accumulation in at least float32: every weight is read here.
 
   Args:
     x: activations; their dtype is the dtype of the result unless `out_dtype`.
     weight: [out, in], as checkpoints store it.
+    matvec: implementation for one row.
   """
+  out_dtype = x.dtype if out_dtype is None else out_dtype
+  n = x.shape[0]
+  if n == 1 and matvec != "reference":
+    return matvec_lib.matvec(
+      x[0], weight, out_dtype=out_dtype, implementation=matvec
+    )[None]
   # A bfloat16 result is still accumulated in float32, and rounded once.
   product = functools.partial(
     jnp.einsum,
     precision=exact(x.dtype),
-    preferred_element_type=x.dtype if out_dtype is None else out_dtype,
+    preferred_element_type=out_dtype,
   )
-  n = x.shape[0]
   if n == 1 or x.dtype == jnp.bfloat16 or jax.default_backend() != "cpu":
     return product("ni,oi->no", x, weight)
   # XLA's CPU backend rearranges the right operand of every product, which
@@ -56,19 +68,35 @@ def matmul(
 class Linear(nnx.Module):
   """y = x W^T without bias; W [out_features, in_features]."""
 
-  def __init__(self, in_features: int, out_features: int, dtype, rngs):
+  def __init__(
+    self,
+    in_features: int,
+    out_features: int,
+    dtype,
+    rngs,
+    matvec: Implementation = "reference",
+  ):
+    self.matvec = matvec
     self.weight = nnx.Param(
       _INIT(rngs.params(), (out_features, in_features), dtype)
     )
 
   def __call__(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
-    return matmul(x, self.weight[...])
+    return matmul(x, self.weight[...], matvec=self.matvec)
 
 
 class Embedding(nnx.Module):
   """Token table W [vocab, features]."""
 
-  def __init__(self, vocab_size: int, features: int, dtype, rngs):
+  def __init__(
+    self,
+    vocab_size: int,
+    features: int,
+    dtype,
+    rngs,
+    matvec: Implementation = "reference",
+  ):
+    self.matvec = matvec
     self.weight = nnx.Param(_INIT(rngs.params(), (vocab_size, features), dtype))
 
   def __call__(self, tokens: Int[Array, " N"]) -> Float[Array, "N D"]:
@@ -77,7 +105,7 @@ class Embedding(nnx.Module):
 
   def attend(self, x: Float[Array, "N D"], out_dtype) -> Float[Array, "N V"]:
     """Logits of a tied head."""
-    return matmul(x, self.weight[...], out_dtype)
+    return matmul(x, self.weight[...], out_dtype, self.matvec)
 
 
 def rms_normalize(x: Array, eps: float) -> Array:
@@ -107,9 +135,16 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
   """SwiGLU: down(silu(gate) * up), gate and up fused as rows of one matrix."""
 
-  def __init__(self, features: int, hidden: int, dtype, rngs):
-    self.gate_up = Linear(features, 2 * hidden, dtype, rngs)
-    self.down = Linear(hidden, features, dtype, rngs)
+  def __init__(
+    self,
+    features: int,
+    hidden: int,
+    dtype,
+    rngs,
+    matvec: Implementation = "reference",
+  ):
+    self.gate_up = Linear(features, 2 * hidden, dtype, rngs, matvec)
+    self.down = Linear(hidden, features, dtype, rngs, matvec)
 
   def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
     gate, up = jnp.split(self.gate_up(x), 2, axis=-1)

@@ -57,7 +57,11 @@ class DecoderLayer(nnx.Module):
       self.mixer = attention.Attention(config, dtype, rngs, kernels)
     self.post_norm = norm()
     self.mlp = layers.MLP(
-      config.hidden_size, config.intermediate_size, dtype, rngs
+      config.hidden_size,
+      config.intermediate_size,
+      dtype,
+      rngs,
+      kernels.matvec,
     )
 
   def __call__(self, x, nodes, positions, state, length):
@@ -90,7 +94,7 @@ class Target(nnx.Module):
     self.kernels = kernels
     self.dtype = jnp.dtype(dtype)
     self.embed = layers.Embedding(
-      config.vocab_size, config.hidden_size, dtype, rngs
+      config.vocab_size, config.hidden_size, dtype, rngs, kernels.matvec
     )
     self.layers = nnx.List(
       [
@@ -103,7 +107,7 @@ class Target(nnx.Module):
     )
     if not config.tie_embeddings:
       self.lm_head = layers.Embedding(
-        config.vocab_size, config.hidden_size, dtype, rngs
+        config.vocab_size, config.hidden_size, dtype, rngs, kernels.matvec
       )
 
   def __call__(
