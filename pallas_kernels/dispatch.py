@@ -24,12 +24,14 @@ class Kernels:
     gdn_verify: its nodes of a tree (`gdn_verify.verify`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
     matvec: a target's weights times one row (`matvec.matvec`).
+    add_norm: its residual sums and their norms, one row (`add_norm.add_norm`).
   """
 
   gdn_decode: Implementation = "reference"
   gdn_verify: Implementation = "reference"
   tree_attention: Implementation = "reference"
   matvec: Implementation = "reference"
+  add_norm: Implementation = "reference"
 
   @classmethod
   def all(cls, implementation: Implementation) -> "Kernels":

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import add_norm
 from pallas_kernels import matvec as matvec_lib
 from pallas_kernels.dispatch import Implementation
 
@@ -108,28 +109,45 @@ class Embedding(nnx.Module):
     return matmul(x, self.weight[...], out_dtype, self.matvec)
 
 
-def rms_normalize(x: Array, eps: float) -> Array:
-  """x / rms(x) over the last axis, in the accumulation dtype."""
-  x = x.astype(accumulation_dtype(x.dtype))
-  return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-
-
 class RMSNorm(nnx.Module):
   """y = x / rms(x) * weight, or * (1 + weight) where the family centres it.
 
   Computed in the accumulation dtype and rounded once.
   """
 
-  def __init__(self, features: int, eps: float, zero_centered: bool, dtype):
+  def __init__(
+    self,
+    features: int,
+    eps: float,
+    zero_centered: bool,
+    dtype,
+    add_norm: Implementation = "reference",
+  ):
     self.eps = eps
     self.zero_centered = zero_centered
+    self.implementation = add_norm
     init = jnp.zeros if zero_centered else jnp.ones
     self.weight = nnx.Param(init((features,), dtype))
 
   def __call__(self, x: Array) -> Array:
-    y = rms_normalize(x, self.eps)
-    scale = self.weight[...].astype(y.dtype)
-    return (y * (1 + scale if self.zero_centered else scale)).astype(x.dtype)
+    return add_norm.norm(x, self.weight[...], self.eps, self.zero_centered)
+
+  def after(
+    self, x: Float[Array, "N D"], delta: Float[Array, "N D"]
+  ) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
+    """The residual stream x + delta, and its norm."""
+    if x.shape[0] > 1 or self.implementation == "reference":
+      x = x + delta
+      return x, self(x)
+    x, y = add_norm.add_norm(
+      x[0],
+      delta[0],
+      self.weight[...],
+      eps=self.eps,
+      zero_centered=self.zero_centered,
+      implementation=self.implementation,
+    )
+    return x[None], y[None]
 
 
 class MLP(nnx.Module):

@@ -47,7 +47,11 @@ class DecoderLayer(nnx.Module):
   ):
     def norm():
       return layers.RMSNorm(
-        config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
+        config.hidden_size,
+        config.norm_eps,
+        config.zero_centered_norm,
+        dtype,
+        kernels.add_norm,
       )
 
     self.input_norm = norm()
@@ -64,8 +68,9 @@ class DecoderLayer(nnx.Module):
       kernels.matvec,
     )
 
-  def __call__(self, x, nodes, positions, state, length):
-    h = self.input_norm(x)
+  def __call__(self, x, delta, nodes, positions, state, length):
+    """Residual stream and what is to be added to it, before and after."""
+    x, h = self.input_norm.after(x, delta)
     # Profiles tell kernel classes apart by the innermost of these scopes.
     if isinstance(self.mixer, gated_delta.GatedDeltaNet):
       with jax.named_scope("recurrent"):
@@ -73,11 +78,10 @@ class DecoderLayer(nnx.Module):
     else:
       with jax.named_scope("attention"):
         h, stash = self.mixer(h, nodes, positions, state, length)
-    x = x + h
-    h = self.post_norm(x)
+    x, h = self.post_norm.after(x, h)
     with jax.named_scope("mlp"):
       h = self.mlp(h)
-    return x + h, stash
+    return x, h, stash
 
 
 class Target(nnx.Module):
@@ -103,7 +107,11 @@ class Target(nnx.Module):
       ]
     )
     self.norm = layers.RMSNorm(
-      config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
+      config.hidden_size,
+      config.norm_eps,
+      config.zero_centered_norm,
+      dtype,
+      kernels.add_norm,
     )
     if not config.tie_embeddings:
       self.lm_head = layers.Embedding(
@@ -122,19 +130,23 @@ class Target(nnx.Module):
     """
     x = self.embed(nodes.tokens)
     positions = state.length + nodes.depth
-    stash, tapped = [], {}
+    # A layer leaves its last sum to the norm that follows.
+    delta, stash, tapped = jnp.zeros_like(x), [], {}
     for i, layer in enumerate(self.layers):
-      x, s = layer(x, nodes, positions, state.layers[i], state.length)
+      x, delta, s = layer(
+        x, delta, nodes, positions, state.layers[i], state.length
+      )
       stash.append(s)
       if i in taps:
-        tapped[i] = x
+        tapped[i] = x + delta
     n = nodes.size
     features = (
       jnp.stack([tapped[i] for i in taps], axis=1)
       if taps
       else jnp.zeros((n, 0, self.config.hidden_size), x.dtype)
     )
-    return TargetOutput(hidden=self.norm(x), taps=features, stash=tuple(stash))
+    _, hidden = self.norm.after(x, delta)
+    return TargetOutput(hidden=hidden, taps=features, stash=tuple(stash))
 
   def logits(self, hidden: Float[Array, "N D"]) -> Float[Array, "N V"]:
     """Logits in the accumulation dtype; ids beyond the tokenizer are -inf."""

@@ -10,7 +10,13 @@ import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from pallas_kernels import gdn_decode, gdn_verify, matvec, tree_attention
+from pallas_kernels import (
+  add_norm,
+  gdn_decode,
+  gdn_verify,
+  matvec,
+  tree_attention,
+)
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import SystemConfig
@@ -33,6 +39,7 @@ FUNCTIONS = {
   "gdn_verify": (gdn_verify, "_verify_kernel"),
   "tree_attention": (tree_attention, "_tree_attention_kernel"),
   "matvec": (matvec, "_matvec_kernel"),
+  "add_norm": (add_norm, "_add_norm_kernel"),
 }
 
 
@@ -105,6 +112,8 @@ class EngineTest(parameterized.TestCase):
     expected = dict.fromkeys(FUNCTIONS, 0)
     if operation == "tree_attention":
       expected[operation] = ATTENTION_LAYERS + stock * DRAFTER.num_layers
+    elif operation == "add_norm":
+      expected[operation] = 0 if stock else 2 * CONFIG.num_layers + 1
     elif operation == "matvec":
       # Four products per layer, and the head.
       expected[operation] = 0 if stock else 4 * CONFIG.num_layers + 1
