@@ -23,7 +23,7 @@ class Kernels:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).
     gdn_verify: its nodes of a tree (`gdn_verify.verify`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
-    matvec: a target's weights times one row (`matvec.matvec`).
+    matvec: a target's weights times one row (`matvec.matvec`, `.swiglu`).
     add_norm: its residual sums and their norms, one row (`add_norm.add_norm`).
   """
 

@@ -47,34 +47,67 @@ def matvec(
   )
 
 
-def _program(x_ref, weight_ref, out_ref, *, block):
-  rows, size = weight_ref.shape
+def swiglu(
+  x: Float[Array, " I"],
+  gate_up: Float[Array, "O2 I"],
+  *,
+  implementation: dispatch.Implementation = "reference",
+) -> Float[Array, " O"]:
+  """silu(W_gate x) * W_up x, each product rounded to the dtype of x.
 
-  def body(i, total):
+  Args:
+    gate_up: gate rows, then as many up rows.
+    implementation: as of `matvec`.
+  """
+  if implementation != "reference":
+    return _matvec_kernel(x, gate_up, x.dtype, implementation, gated=True)
+  gate, up = jnp.split(matvec(x, gate_up, out_dtype=x.dtype), 2)
+  return jax.nn.silu(gate) * up
+
+
+def _program(x_ref, *refs, block):
+  """Some rows of a matrix; or of a gate and of the matrix that it gates."""
+  *weight_refs, out_ref = refs
+  rows, size = weight_refs[0].shape
+
+  def body(i, totals):
     at = pl.ds(i * block, block)
-    weight = weight_ref[:, at].astype(jnp.float32)
-    return total + weight * x_ref[at].astype(jnp.float32)[None, :]
+    x = x_ref[at].astype(jnp.float32)[None, :]
+    return [
+      total + weight_ref[:, at].astype(jnp.float32) * x
+      for total, weight_ref in zip(totals, weight_refs, strict=True)
+    ]
 
-  total = jnp.zeros((rows, block), jnp.float32)
-  total = lax.fori_loop(0, size // block, body, total)
-  out_ref[...] = total.sum(axis=1).astype(out_ref.dtype)
+  totals = [jnp.zeros((rows, block), jnp.float32) for _ in weight_refs]
+  totals = lax.fori_loop(0, size // block, body, totals)
+  gate, *up = (t.sum(axis=1).astype(out_ref.dtype) for t in totals)
+  if up:
+    gate, up = (y.astype(jnp.float32) for y in (gate, *up))
+    gate = gate * jax.nn.sigmoid(gate) * up
+  out_ref[...] = gate.astype(out_ref.dtype)
 
 
-def _matvec_kernel(x, weight, out_dtype, implementation):
+def _matvec_kernel(x, weight, out_dtype, implementation, gated=False):
   if x.dtype not in (jnp.bfloat16, jnp.float32):
     raise ValueError(f"matvec's kernel does not take {x.dtype}")
-  outputs, size = weight.shape
-  rows, block = math.gcd(outputs, ROWS), math.gcd(size, BLOCK)
+  parts = 2 if gated else 1
+  outputs, size = weight.shape[0] // parts, weight.shape[1]
+  rows, block = math.gcd(outputs, ROWS // parts), math.gcd(size, BLOCK)
+
+  def part(k):
+    first = k * outputs // rows
+    return pl.BlockSpec((rows, size), lambda i: (first + i, 0))
+
   return pl.pallas_call(
     functools.partial(_program, block=block),
     grid=(outputs // rows,),
     in_specs=[
       pl.BlockSpec((size,), lambda i: (0,)),
-      pl.BlockSpec((rows, size), lambda i: (i, 0)),
+      *(part(k) for k in range(parts)),
     ],
     out_specs=pl.BlockSpec((rows,), lambda i: (i,)),
     out_shape=jax.ShapeDtypeStruct((outputs,), out_dtype),
     compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS),
     interpret=implementation == "interpret",
-    name="matvec",
-  )(x, weight)
+    name="swiglu" if gated else "matvec",
+  )(x, *[weight] * parts)

@@ -165,8 +165,14 @@ class MLP(nnx.Module):
     self.down = Linear(hidden, features, dtype, rngs, matvec)
 
   def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
-    gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-    return self.down(jax.nn.silu(gate) * up)
+    matvec = self.gate_up.matvec
+    if x.shape[0] == 1 and matvec != "reference":
+      weight = self.gate_up.weight[...]
+      hidden = matvec_lib.swiglu(x[0], weight, implementation=matvec)[None]
+    else:
+      gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+      hidden = jax.nn.silu(gate) * up
+    return self.down(hidden)
 
 
 def rope(
