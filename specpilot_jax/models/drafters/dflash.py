@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tree_attention
+from pallas_kernels import top_k, tree_attention
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import layers
@@ -245,7 +245,7 @@ class DFlashDrafter:
     logits = layers.matmul(hidden, head.astype(model.dtype), acc)
     real = jnp.arange(logits.shape[-1]) < self._valid
     logits = jnp.where(real, logits, -jnp.inf)
-    scores, ids = lax.top_k(
+    scores, ids = top_k.top_k(
       jax.nn.log_softmax(logits, axis=-1), self._candidates
     )
     return Lattice(
