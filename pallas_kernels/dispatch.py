@@ -22,6 +22,7 @@ class Kernels:
   Attributes:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).
     gdn_verify: its nodes of a tree (`gdn_verify.verify`).
+    gdn_commit: its state after an accepted path (`gdn_commit.commit`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
     matvec: a target's weights times one row (`matvec.matvec`, `.swiglu`).
     add_norm: its residual sums and their norms, one row (`add_norm.add_norm`).
@@ -29,6 +30,7 @@ class Kernels:
 
   gdn_decode: Implementation = "reference"
   gdn_verify: Implementation = "reference"
+  gdn_commit: Implementation = "reference"
   tree_attention: Implementation = "reference"
   matvec: Implementation = "reference"
   add_norm: Implementation = "reference"

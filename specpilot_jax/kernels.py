@@ -11,6 +11,7 @@ _GDN_SIZES = ("gdn_key_head_dim", "gdn_value_head_dim")
 _POWERS_OF_TWO = {
   "gdn_decode": _GDN_SIZES,
   "gdn_verify": _GDN_SIZES,
+  "gdn_commit": _GDN_SIZES,
   "tree_attention": ("head_dim",),
 }
 """Sizes that a kernel's tiles are made of."""

@@ -149,7 +149,9 @@ class GatedDeltaNet(nnx.Module):
         key_heads=self.config.gdn_num_key_heads,
         implementation=self.kernels.gdn_verify,
       )
-      stash = GDNStash(k=k, u=u, decay=decay, rows=p.rows)
+      stash = GDNStash(
+        k=k, u=u, decay=decay, rows=p.rows, kernel=self.kernels.gdn_commit
+      )
     return self.output(o, p.z), stash
 
   def _decode(

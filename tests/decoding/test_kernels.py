@@ -12,6 +12,7 @@ from flax import nnx
 
 from pallas_kernels import (
   add_norm,
+  gdn_commit,
   gdn_decode,
   gdn_verify,
   matvec,
@@ -37,6 +38,7 @@ GDN_LAYERS, ATTENTION_LAYERS = 2, 1
 FUNCTIONS = {
   "gdn_decode": (gdn_decode, "_decode_kernel"),
   "gdn_verify": (gdn_verify, "_verify_kernel"),
+  "gdn_commit": (gdn_commit, "_commit_kernel"),
   "tree_attention": (tree_attention, "_tree_attention_kernel"),
   "matvec": (matvec, "_matvec_kernel"),
   "add_norm": (add_norm, "_add_norm_kernel"),
@@ -117,7 +119,9 @@ class EngineTest(parameterized.TestCase):
     elif operation == "matvec":
       # Four products per layer, and the head.
       expected[operation] = 0 if stock else 4 * CONFIG.num_layers + 1
-    elif operation == ("gdn_verify" if stock else "gdn_decode"):
+    elif operation in (
+      ("gdn_verify", "gdn_commit") if stock else ("gdn_decode",)
+    ):
       expected[operation] = GDN_LAYERS
     self.assertEqual(found, expected)
     self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)
