@@ -95,7 +95,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   room = _sequence_room(source, longest, settings.sampling.max_tokens)
   planned = _plan(settings, source, room, profile=profile)
   say(plan.check_memory(planned, footprint.device_bytes()))
-  model = source.build(settings.dtype)
+  model = source.build(settings.dtype, settings.kernels)
   drafter = loading.make_drafter(settings.drafter, model.target)
   jax.block_until_ready(
     (target_lib.parameters(model.target), drafter and drafter.params)
@@ -137,7 +137,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   )
   if settings.token_forcing:
     store.check_writable()
-  env = environment.describe(settings.flags, str(model.target.dtype))
+  env = environment.describe(settings.flags, model.target)
   job = "profile" if profile else "benchmark"
   result = results.empty_result(job)
   result["environment"] = env
@@ -249,7 +249,7 @@ def token_force(settings: Settings) -> int:
   recorded_dtype = run_label["dtype"] if run_label else None
   dtype = settings.dtype or recorded_dtype
   loading.prepare_jax(dtype)
-  model = loading.load_target(settings.target, dtype)
+  model = loading.load_target(settings.target, dtype, settings.kernels)
   lengths = [len(r["prompt_ids"]) + len(r["output_ids"]) for r in recorded]
   room = _sequence_room(model, max(lengths), 0)
   engine = Engine(
@@ -270,7 +270,7 @@ def token_force(settings: Settings) -> int:
   records: dict[str, list[Mapping[str, Any]]] = {}
   for record in recorded:
     records.setdefault(record["system"], []).append(record)
-  env = environment.describe(settings.flags, str(model.target.dtype))
+  env = environment.describe(settings.flags, model.target)
   result = results.empty_result("token_force")
   result["environment"] = env
   result["deployment"] = _deployment(settings, model, env, room)

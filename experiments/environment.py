@@ -11,6 +11,9 @@ from typing import Any
 
 import jax
 
+from specpilot_jax import kernels
+from specpilot_jax.models.target import Target
+
 ROOT = Path(__file__).parents[1]
 _GPU_FIELDS = (
   "driver_version",
@@ -22,7 +25,7 @@ _GPU_FIELDS = (
 )
 
 
-def describe(flags: Mapping[str, str], dtype: str) -> dict[str, Any]:
+def describe(flags: Mapping[str, str], target: Target) -> dict[str, Any]:
   """Commit, versions, device, driver and clocks, load, flags: for JSON.
 
   `commit` is None outside a git checkout and ends in `-dirty` where tracked
@@ -41,7 +44,8 @@ def describe(flags: Mapping[str, str], dtype: str) -> dict[str, Any]:
     "platform": device.platform,
     "device_kind": device_name(),
     "devices": jax.device_count(),
-    "dtype": dtype,
+    "dtype": str(target.dtype),
+    "kernels": kernels.as_dict(target.kernels),
     "driver": gpu["driver_version"] if gpu else None,
     "gpu": gpu,
     "cpu": cpu_model(),
@@ -54,7 +58,9 @@ def describe(flags: Mapping[str, str], dtype: str) -> dict[str, Any]:
 
 def run_label(environment: Mapping[str, Any]) -> dict[str, Any]:
   """The part of `describe` that every line of requests.jsonl carries."""
-  fields = ("commit", "flags", "jax", "jaxlib", "python", "dtype")
+  fields = (
+    "commit", "flags", "jax", "jaxlib", "python", "dtype", "kernels",
+  )  # fmt: skip
   return {
     "device_kind": environment["device_kind"],
     **{field: environment[field] for field in fields},

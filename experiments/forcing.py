@@ -10,7 +10,7 @@ import jax
 
 from experiments import endings, environment, results, token_forcing
 from experiments.settings import AR, STOCK
-from specpilot_jax import paths
+from specpilot_jax import kernels, paths
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.loading import LoadedModel
@@ -37,6 +37,7 @@ def calibration(
       "target": model.config.name,
       "weights": dict(sorted(model.sha256.items())),
       "dtype": str(model.target.dtype),
+      "kernels": kernels.as_dict(model.target.kernels),
       "platform": device.platform,
       "device_kind": device.device_kind,
       "cpu": environment.cpu_model(),

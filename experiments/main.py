@@ -18,7 +18,8 @@ from absl import flags
 
 from experiments import benchmark, devices, prompts, report, settings
 from experiments.metrics import MeasurementError
-from specpilot_jax import cli, loading, sampling_flags
+from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
+from specpilot_jax import cli, kernels, loading, sampling_flags
 from specpilot_jax.configs import DTYPES
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
@@ -65,6 +66,11 @@ read_sampling = sampling_flags.define_sampling_flags()
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "bfloat16 on an accelerator, float32 on a CPU."
 )
+_KERNELS = flags.DEFINE_string(
+  "kernels", "reference", f"{', '.join(IMPLEMENTATIONS)}: of every operation"
+  " that has a kernel; or op=implementation,... of"
+  f" {', '.join(Kernels.operations())}.",
+)  # fmt: skip
 _PREFILL_CHUNK = flags.DEFINE_integer(
   "prefill_chunk", 64, "Tokens per pass in prefill and in scoring."
 )
@@ -111,6 +117,7 @@ def read_settings() -> settings.Settings:
     chat=_CHAT.value,
     sampling=read_sampling(),
     dtype=_DTYPE.value,
+    kernels=kernels.parse(_KERNELS.value),
     prefill_chunk=_PREFILL_CHUNK.value,
     num_warmups=_NUM_WARMUPS.value,
     token_forcing=_TOKEN_FORCING.value,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pallas_kernels.dispatch import Kernels
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
@@ -30,6 +31,7 @@ class Settings:
     chat: whether prompts go through the chat template; None is the set's way.
     sampling: of every request; request i draws with seed + i.
     dtype: None is what suits the device.
+    kernels: of every system.
     prefill_chunk: prompt tokens per pass, and scored tokens per pass.
     num_warmups: requests before the measured ones, per system.
     token_forcing: whether stock scores the outputs.
@@ -51,6 +53,7 @@ class Settings:
   chat: bool | None
   sampling: SamplingParams
   dtype: str | None
+  kernels: Kernels
   prefill_chunk: int
   num_warmups: int
   token_forcing: bool

@@ -1,8 +1,49 @@
 """Which implementation of an operation runs."""
 
-from typing import Literal
+import dataclasses
+from typing import Literal, get_args
 
 Implementation = Literal["reference", "triton", "interpret"]
 """`reference`: plain JAX, the definition, on any device. `triton`: the Pallas
 kernel on an NVIDIA GPU. `interpret`: the same kernel run step by step in JAX,
 for tests."""
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+  """The implementation of every operation that has a kernel.
+
+  Passes over a run of prompt, scoring among them, take the references:
+  products with weights bound them, and scores of a kernel's outputs come from
+  the definition.
+
+  Attributes:
+    gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).
+    gdn_verify: its nodes of a tree (`gdn_verify.verify`).
+    gdn_commit: its state after an accepted path (`gdn_commit.commit`).
+    tree_attention: `tree_attention.tree_attention`, the drafter's too.
+    matvec: a target's weights times one row (`matvec.matvec`, `.swiglu`).
+    add_norm: its residual sums and their norms, one row (`add_norm.add_norm`).
+  """
+
+  gdn_decode: Implementation = "reference"
+  gdn_verify: Implementation = "reference"
+  gdn_commit: Implementation = "reference"
+  tree_attention: Implementation = "reference"
+  matvec: Implementation = "reference"
+  add_norm: Implementation = "reference"
+
+  @classmethod
+  def all(cls, implementation: Implementation) -> "Kernels":
+    """One implementation for every operation."""
+    return cls(**dict.fromkeys(cls.operations(), implementation))
+
+  @classmethod
+  def operations(cls) -> tuple[str, ...]:
+    """Names of the operations."""
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+REFERENCE = Kernels()

@@ -13,20 +13,18 @@ Every function takes q, k [N, Hk, K], v [N, Hv, V], g, beta [N, Hv] and a state
 reference engine), and computes at full precision of that dtype.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
-
-from pallas_kernels import dispatch
 
 PREFILL_CHUNK = 64
 """Tokens solved at once in prefill, as in the published chunk form."""
+
+L2_EPS = 1e-6
+"""Inside the square root, as in the family's reference model."""
 
 _HIGHEST = lax.Precision.HIGHEST
 
@@ -39,6 +37,38 @@ def _einsum(
 
 def _heads_first(x: Array) -> Array:
   return jnp.swapaxes(x, 0, 1)
+
+
+def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+  """x over its length."""
+  return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
+
+
+def prepare(
+  mixed: Float[Array, "N C"],
+  b: Float[Array, "N Hv"],
+  a: Float[Array, "N Hv"],
+  a_log: Float[Array, " Hv"],
+  dt_bias: Float[Array, " Hv"],
+  *,
+  key_heads: int,
+  key_dim: int,
+) -> tuple[Array, Array, Array, Array, Array]:
+  """q, k, v, g, beta of every function below.
+
+      g = -exp(a_log) softplus(a + dt_bias);   beta = sigmoid(b)
+
+  Args:
+    mixed: [q | k | v] behind convolution and activation, C = 2 Hk K + Hv V.
+    b, a: what the gates are made of.
+  """
+  n, heads = b.shape
+  keys = key_heads * key_dim
+  q, k, v = jnp.split(mixed, (keys, 2 * keys), axis=-1)
+  q, k = (l2_normalize(x.reshape(n, key_heads, key_dim)) for x in (q, k))
+  g = -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
+  v = v.reshape(n, heads, -1)
+  return q * key_dim**-0.5, k, v, g, jax.nn.sigmoid(b)
 
 
 def recurrent(
@@ -118,8 +148,6 @@ def tree_verify(
   beta: Float[Array, "N Hv"],
   state: Float[Array, "Hv K V"],
   mask: Bool[Array, "N N"],
-  *,
-  implementation: dispatch.Implementation = "reference",
 ) -> tuple[
   Float[Array, "N Hv V"], Float[Array, "N Hv V"], Float[Array, "N Hv"]
 ]:
@@ -134,15 +162,11 @@ def tree_verify(
   Args:
     mask: mask[i, j] is True where j is i or an ancestor of i. Parents come
       before their children, so that the system is unit lower triangular.
-    implementation: the kernel (`triton`, `interpret`) takes float32 and up to
-      64 nodes.
 
   Returns:
     Outputs [N, Hv, V]; the updates u [N, Hv, V] and path log-decays G [N, Hv]
     that `commit` needs.
   """
-  if implementation != "reference":
-    return _tree_verify_kernel(q, k, v, g, beta, state, mask, implementation)
   n, key_heads, _ = k.shape
   value_heads, _, value_dim = state.shape
   repeat = value_heads // key_heads
@@ -177,148 +201,6 @@ def tree_verify(
   o = carried * q_state + _einsum("hrij,hrjv->hriv", qk * ratio, u)
   o, u = (_heads_first(x.reshape(value_heads, n, value_dim)) for x in (o, u))
   return o, u, decay.T
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeTile:
-  """How `tree_verify`'s kernel is cut.
-
-  Attributes:
-    columns: of a value head's state per program.
-    num_warps: per program.
-  """
-
-  columns: int
-  num_warps: int
-
-
-# By padded nodes. Of a prototype on an H200 (27B shapes, TF32x3): 9.1, 20.3 and
-# 26.9 us; other cards have not been measured.
-TREE_TILES = {
-  16: TreeTile(columns=64, num_warps=8),
-  32: TreeTile(columns=64, num_warps=8),
-  64: TreeTile(columns=32, num_warps=4),
-}
-
-
-def _tree_program(
-  q_ref,
-  k_ref,
-  v_ref,
-  g_ref,
-  beta_ref,
-  mask_ref,
-  state_ref,
-  o_ref,
-  u_ref,
-  decay_ref,
-  *,
-  precision,
-):
-  """One value head, some columns of its state.
-
-  The system is inverted as `unit_lower_inverse` does it, on whole matrices:
-  with M the inverses of the diagonal blocks and C what joins pairs of them,
-  the inverses of the joined blocks are M - M C M.
-  """
-  dot = functools.partial(
-    jnp.dot, precision=precision, preferred_element_type=jnp.float32
-  )
-  q, k = q_ref[...], k_ref[...]  # [N, K]
-  state = state_ref[...]  # [K, columns]
-  mask = mask_ref[...] != 0  # [N, N]
-  beta = beta_ref[...][:, None]
-  n = q.shape[0]
-  row = lax.broadcasted_iota(jnp.int32, (n, n), 0)
-  column = lax.broadcasted_iota(jnp.int32, (n, n), 1)
-
-  decay = jnp.sum(jnp.where(mask, g_ref[...][None, :], 0.0), axis=1)
-  difference = jnp.where(mask, decay[:, None] - decay[None, :], 0.0)
-  ratio = jnp.where(mask, jnp.exp(difference), 0.0)
-  system = jnp.where(row != column, beta * dot(k, k.T) * ratio, 0.0)
-  inverse = jnp.where(row == column, 1.0, 0.0)
-  size = 1
-  while size < n:
-    joins = (row // (2 * size) == column // (2 * size)) & (
-      row // size != column // size
-    )
-    between = jnp.where(joins, system, 0.0)
-    if size > 1:
-      between = dot(inverse, dot(between, inverse))
-    inverse = inverse - between
-    size *= 2
-
-  carried = jnp.exp(decay)[:, None]
-  u = dot(inverse, beta * (v_ref[...] - carried * dot(k, state)))
-  o_ref[...] = carried * dot(q, state) + dot(dot(q, k.T) * ratio, u)
-  u_ref[...] = u
-  decay_ref[...] = decay  # each program of a head writes the same
-
-
-def _tree_verify_kernel(q, k, v, g, beta, state, mask, implementation):
-  n, key_heads, key_dim = k.shape
-  value_heads, _, value_dim = state.shape
-  if state.dtype != jnp.float32:
-    raise ValueError(f"tree_verify's kernel takes float32, not {state.dtype}")
-  nodes = max(16, 1 << (n - 1).bit_length())
-  if nodes not in TREE_TILES:
-    raise ValueError(f"tree_verify's kernel takes at most 64 nodes, got {n}")
-  tile = TREE_TILES[nodes]
-  columns = min(tile.columns, value_dim)
-  repeat = value_heads // key_heads
-  # Nodes that do not exist see nothing, themselves included, and change
-  # nothing.
-  padding = ((0, nodes - n),)
-  q, k, v, g, beta = (
-    jnp.pad(x, padding + ((0, 0),) * (x.ndim - 1)) for x in (q, k, v, g, beta)
-  )
-  mask = jnp.pad(mask.astype(jnp.int32), padding * 2)
-
-  def key_rows(head, block):
-    del block
-    return 0, head // repeat, 0
-
-  def value_rows(head, block):
-    return 0, head, block
-
-  def scalars(head, block):
-    del block
-    return 0, head
-
-  keys = pl.BlockSpec((nodes, None, key_dim), key_rows)
-  values = pl.BlockSpec((nodes, None, columns), value_rows)
-  per_node = pl.BlockSpec((nodes, None), scalars)
-  interpret = implementation == "interpret"
-  o, u, decay = pl.pallas_call(
-    functools.partial(
-      _tree_program,
-      precision=_HIGHEST
-      if interpret
-      else lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-    ),
-    grid=(value_heads, value_dim // columns),
-    in_specs=[
-      keys,
-      keys,
-      values,
-      per_node,
-      per_node,
-      pl.BlockSpec((nodes, nodes), lambda head, block: (0, 0)),
-      pl.BlockSpec(
-        (None, key_dim, columns), lambda head, block: (head, 0, block)
-      ),
-    ],
-    out_specs=[values, values, per_node],
-    out_shape=[
-      jax.ShapeDtypeStruct(v.shape, jnp.float32),
-      jax.ShapeDtypeStruct(v.shape, jnp.float32),
-      jax.ShapeDtypeStruct(g.shape, jnp.float32),
-    ],
-    compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps),
-    interpret=interpret,
-    name="gdn_tree_verify",
-  )(q, k, v, g, beta, mask, state)
-  return o[:n], u[:n], decay[:n]
 
 
 def commit(

@@ -16,9 +16,6 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import dispatch, gated_delta
 
-L2_EPS = 1e-6
-"""Inside the square root, as in the family's reference model."""
-
 COLUMNS, NUM_WARPS = 64, 4
 
 
@@ -55,28 +52,23 @@ def decode(
       projected, conv, conv_weight, a_log, dt_bias, state, live, key_heads,
       implementation,
     )  # fmt: skip
-  heads, key_dim, value_dim = state.shape
+  heads, key_dim, _ = state.shape
   channels = conv.shape[1]
   acc = state.dtype
   rows = jnp.concatenate([conv, projected[None, :channels]]).astype(acc)
   mixed = jax.nn.silu((rows * conv_weight.T.astype(acc)).sum(0))
-  keys = key_heads * key_dim
-  q, k, v = jnp.split(mixed, (keys, 2 * keys))
-
-  def unit(x):
-    x = x.reshape(1, key_heads, key_dim)
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
-
   b, a = jnp.split(projected[-2 * heads :].astype(acc), 2)
-  g = -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
-  o, after = gated_delta.one_token(
-    unit(q) * key_dim**-0.5,
-    unit(k),
-    v.reshape(1, heads, value_dim),
-    jnp.where(live, g, 0)[None],
-    jnp.where(live, jax.nn.sigmoid(b), 0)[None],
-    state,
+  q, k, v, g, beta = gated_delta.prepare(
+    mixed[None],
+    b[None],
+    a[None],
+    a_log,
+    dt_bias,
+    key_heads=key_heads,
+    key_dim=key_dim,
   )
+  g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
+  o, after = gated_delta.one_token(q, k, v, g, beta, state)
   return o[0], after
 
 
@@ -119,9 +111,7 @@ def _program(
       total += tap(conv_ref[i, channel], i)
     return total * jax.nn.sigmoid(total)
 
-  def unit(x):
-    return x * lax.rsqrt(jnp.sum(x * x) + L2_EPS)
-
+  unit = gated_delta.l2_normalize
   q = unit(mixed(key_head * key_dim, key_dim)) * key_dim**-0.5
   k = unit(mixed(keys + key_head * key_dim, key_dim))
   v = mixed(value_start, columns)

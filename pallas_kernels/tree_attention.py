@@ -114,18 +114,26 @@ def _program(
   top_ref,
   total_ref,
   *,
+  rows,
+  columns,
+  group,
   scale,
   splits,
   precision,
 ):
   """One key head, some query rows; one part of the prefix, or the nodes.
 
-  Leaves sum exp(score - top) v, top and sum exp(score - top) of its part.
+  Query rows are pairs (node, head of the group). Leaves sum exp(score - top) v,
+  top and sum exp(score - top) of its part.
   """
-  part = pl.program_id(2)
+  kv_head, part = pl.program_id(0), pl.program_id(2)
+  kv_heads, n = pl.num_programs(0), mask_ref.shape[0]
   first, length = bounds_ref[0], bounds_ref[1]
-  q = q_ref[...]  # [rows, D]
-  rows, dim = q.shape
+  row = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
+  # Rows behind the last are computed as if they were its own, and never read.
+  node = jnp.minimum(row // group, n - 1)
+  q = q_ref[(node * kv_heads + kv_head) * group + row % group, :]  # [rows, D]
+  dim = q.shape[1]
   capacity = k_ref.shape[0]
   dot = functools.partial(
     jnp.dot, precision=precision, preferred_element_type=jnp.float32
@@ -167,13 +175,32 @@ def _program(
 
   @pl.when(part == splits)
   def _():
-    visible = mask_ref[...] != 0
-    values = v_nodes_ref[...]
-    scores = scores_of(k_nodes_ref[...], visible)
+    other = lax.iota(jnp.int32, columns)
+    inside = other < n
+    other = jnp.minimum(other, n - 1)
+    visible = (mask_ref[node[:, None], other[None, :]] != 0) & inside[None, :]
+    keys, values = (
+      ref[other * kv_heads + kv_head, :] for ref in (k_nodes_ref, v_nodes_ref)
+    )
+    scores = scores_of(keys, visible)
     top = scores.max(axis=1)
     weights = weigh(scores, visible, top)
     top_ref[...], total_ref[...] = top, weights.sum(axis=1)
     out_ref[...] = dot(weights.astype(values.dtype), values)
+
+
+def _combine(out_ref, top_ref, total_ref, merged_ref, *, padded):
+  """One head of one node: the parts of its softmax."""
+  parts = out_ref.shape[0]
+  part = lax.iota(jnp.int32, padded)
+  inside = part < parts
+  part = jnp.minimum(part, parts - 1)
+  top = top_ref[part]
+  weight = jnp.where(inside, jnp.exp(top - top.max()), 0.0)
+  out = (out_ref[part, :] * weight[:, None]).sum(axis=0)
+  merged_ref[...] = (out / (total_ref[part] * weight).sum()).astype(
+    merged_ref.dtype
+  )
 
 
 def _tree_attention_kernel(
@@ -185,23 +212,15 @@ def _tree_attention_kernel(
   n, heads, dim = q.shape
   kv_heads, capacity, _ = k_prefix.shape
   group = heads // kv_heads
-  rows, nodes = _power_of_two(n * group), _power_of_two(n)
+  rows = _power_of_two(n * group)
   tile = min(rows, ROWS)
   splits = min(max(1, PROGRAMS // kv_heads), -(-capacity // BLOCK))
 
-  def heads_first(x, pad_to):
-    x = jnp.swapaxes(x, 0, 1)
-    return jnp.pad(x, ((0, 0), (0, pad_to - x.shape[1]), (0, 0)))
-
-  q = q.reshape(n, kv_heads, group, dim).swapaxes(1, 2)
-  q = heads_first(q.reshape(n * group, kv_heads, dim), rows)
-  k_nodes, v_nodes = heads_first(k_nodes, nodes), heads_first(v_nodes, nodes)
-  mask = jnp.repeat(mask.astype(jnp.int32), group, axis=0)
-  mask = jnp.pad(mask, ((0, rows - n * group), (0, nodes - n)))
+  interpret = implementation == "interpret"
   bounds = jnp.stack([jnp.asarray(first, jnp.int32), length.astype(jnp.int32)])
 
-  def of_head(*shape):
-    return pl.BlockSpec((None, *shape), lambda head, row, part: (head, 0, 0))
+  def whole(x):
+    return pl.BlockSpec(x.shape, lambda head, row, part: (0,) * x.ndim)
 
   def of_part(*shape):
     zeros = (0,) * (len(shape) - 1)
@@ -209,37 +228,67 @@ def _tree_attention_kernel(
       (None, None, *shape), lambda head, row, part: (head, part, row, *zeros)
     )
 
-  parts = (kv_heads, splits + 1, rows)
-  out, top, total = pl.pallas_call(
+  small = (
+    q.reshape(n * heads, dim),
+    k_nodes.reshape(n * kv_heads, dim),
+    v_nodes.reshape(n * kv_heads, dim),
+  )
+  prefix = pl.BlockSpec(
+    (None, capacity, dim), lambda head, row, part: (head, 0, 0)
+  )
+  mask = mask.astype(jnp.int32)
+  parts = splits + 1
+  partial = pl.pallas_call(
     functools.partial(
       _program,
+      rows=tile,
+      columns=_power_of_two(n),
+      group=group,
       scale=scale,
       splits=splits,
       precision=None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
     ),
-    grid=(kv_heads, rows // tile, splits + 1),
+    grid=(kv_heads, rows // tile, parts),
     in_specs=[
-      pl.BlockSpec((None, tile, dim), lambda head, row, part: (head, row, 0)),
-      of_head(nodes, dim),
-      of_head(nodes, dim),
-      of_head(capacity, dim),
-      of_head(capacity, dim),
-      pl.BlockSpec((2,), lambda head, row, part: (0,)),
-      pl.BlockSpec((tile, nodes), lambda head, row, part: (row, 0)),
+      *(whole(x) for x in small),
+      prefix,
+      prefix,
+      whole(bounds),
+      whole(mask),
     ],
     out_specs=[of_part(tile, dim), of_part(tile), of_part(tile)],
     out_shape=[
-      jax.ShapeDtypeStruct((*parts, dim), jnp.float32),
-      jax.ShapeDtypeStruct(parts, jnp.float32),
-      jax.ShapeDtypeStruct(parts, jnp.float32),
+      jax.ShapeDtypeStruct((kv_heads, parts, rows, *rest), jnp.float32)
+      for rest in ((dim,), (), ())
     ],
     compiler_params=pltriton.CompilerParams(
       num_warps=4 if tile <= 32 else 8, num_stages=2
     ),
-    interpret=implementation == "interpret",
+    interpret=interpret,
     name="tree_attention",
-  )(q, k_nodes, v_nodes, k_prefix, v_prefix, bounds, mask)
-  weight = jnp.exp(top - top.max(axis=1, keepdims=True))
-  out = (out * weight[..., None]).sum(1) / (total * weight).sum(1)[..., None]
-  out = out[:, : n * group].reshape(kv_heads, n, group, dim)
-  return jnp.swapaxes(out, 0, 1).reshape(n, heads, dim).astype(v_nodes.dtype)
+  )(*small, k_prefix, v_prefix, bounds, mask)
+
+  def of_row(*shape):
+    zeros = (0,) * len(shape)
+    return pl.BlockSpec(
+      (None, parts, None, *shape),
+      lambda node, head: (
+        head // group,
+        0,
+        node * group + head % group,
+        *zeros,
+      ),
+    )
+
+  return pl.pallas_call(
+    functools.partial(_combine, padded=_power_of_two(parts)),
+    grid=(n, heads),
+    in_specs=[of_row(dim), of_row(), of_row()],
+    out_specs=pl.BlockSpec(
+      (None, None, dim), lambda node, head: (node, head, 0)
+    ),
+    out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+    compiler_params=pltriton.CompilerParams(num_warps=4),
+    interpret=interpret,
+    name="tree_attention_combine",
+  )(*partial)

@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import compilation, footprint, paths
 from specpilot_jax.checkpoints import (
   SMOLLM2,
@@ -105,11 +106,14 @@ class Source:
   def tokenizer(self) -> Tokenizer | None:
     return self.checkpoint.tokenizer
 
-  def build(self, dtype: str | None = None) -> LoadedModel:
+  def build(
+    self, dtype: str | None = None, kernels: Kernels = REFERENCE
+  ) -> LoadedModel:
     """Builds the target in `dtype`; `default_dtype()` by default.
 
     Raises:
-      SpecPilotError: the weights alone are more than the device can hold.
+      SpecPilotError: the weights alone are more than the device can hold, or
+        the kernels cannot run on it.
     """
     dtype = dtype or default_dtype()
     needed = footprint.target_bytes(self.config, dtype)
@@ -121,10 +125,12 @@ class Source:
       )
     notes = tuple(self.checkpoint.notes)
     if widened.is_widened(self.name):
-      target = widened.target(self.name, self.checkpoint, dtype)
+      target = widened.target(self.name, self.checkpoint, dtype, kernels)
       notes = (*notes, widened.note(self.name))
     else:
-      target = target_lib.build(self.config, self.checkpoint.params, dtype)
+      target = target_lib.build(
+        self.config, self.checkpoint.params, dtype, kernels
+      )
     return LoadedModel(
       target=target,
       tokenizer=self.tokenizer,
@@ -151,15 +157,18 @@ def open_target(name_or_path: str | os.PathLike[str]) -> Source:
 
 
 def load_target(
-  name_or_path: str | os.PathLike[str], dtype: str | None = None
+  name_or_path: str | os.PathLike[str],
+  dtype: str | None = None,
+  kernels: Kernels = REFERENCE,
 ) -> LoadedModel:
   """Loads a checkpoint and builds the target.
 
   Args:
     name_or_path: see `open_target`.
     dtype: `bfloat16`, `float32` or `float64`; `default_dtype()` by default.
+    kernels: implementations of its operations.
   """
-  return open_target(name_or_path).build(dtype)
+  return open_target(name_or_path).build(dtype, kernels)
 
 
 def default_drafter(config: ModelConfig) -> str:

@@ -26,7 +26,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import configs
+from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import assembly
@@ -449,6 +451,7 @@ def widen_target(
   *,
   taps: Sequence[tuple[int, int]] = (),
   dtype: str = "bfloat16",
+  kernels: Kernels = REFERENCE,
 ) -> target_lib.Target:
   """The function of a small target at the shape of a wide one.
 
@@ -461,11 +464,14 @@ def widen_target(
     taps: (small layer, wide layer) of each tap of a drafter that is to be
       widened too.
     dtype: of the result.
+    kernels: implementations of its operations.
 
   Raises:
-    SpecPilotError: see `target_ratios` and `placement`.
+    SpecPilotError: see `target_ratios` and `placement`; kernels that cannot
+      run here.
   """
   target_lib.check_dtype(dtype)
+  kernels_lib.check(kernels, wide, dtype)
   ratios = target_ratios(small, wide)
   names = f"{small.name} to {wide.name}"
   placed = placement(small.layer_types, wide.layer_types, taps, names)
@@ -494,7 +500,7 @@ def widen_target(
   arrays["lm_head.weight"] = maker.vocabulary(
     "lm_head.weight", head, residual, 1 / ratios.hidden
   )
-  return target_lib.assemble(config, arrays, jnp.dtype(dtype))
+  return target_lib.assemble(config, arrays, jnp.dtype(dtype), kernels)
 
 
 def drafter_taps(

@@ -4,6 +4,7 @@ They are made of the zoo on the device each time, and never stored: see
 `checkpoints.widen`.
 """
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import configs
 from specpilot_jax.checkpoints import Checkpoint, widen
 from specpilot_jax.checkpoints import drafter as drafter_lib
@@ -38,7 +39,9 @@ def preset_of(name: str) -> configs.ModelConfig:
   raise SpecPilotError(f"unknown widened model {name!r}; there are: {known}")
 
 
-def target(name: str, small: Checkpoint, dtype: str) -> target_lib.Target:
+def target(
+  name: str, small: Checkpoint, dtype: str, kernels: Kernels = REFERENCE
+) -> target_lib.Target:
   """The zoo's target at the shape of a preset.
 
   Args:
@@ -51,7 +54,13 @@ def target(name: str, small: Checkpoint, dtype: str) -> target_lib.Target:
   drafter = drafter_lib.load_config(store.DFLASH)
   taps = widen.drafter_taps(drafter, drafter_configs.PRESETS[wide.name])
   return widen.widen_target(
-    small.config, small.params, wide, SEED, taps=taps, dtype=dtype
+    small.config,
+    small.params,
+    wide,
+    SEED,
+    taps=taps,
+    dtype=dtype,
+    kernels=kernels,
   )
 
 

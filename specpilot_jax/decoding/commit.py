@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from pallas_kernels import gated_delta
+from pallas_kernels import gdn_commit
 from specpilot_jax.models.state import (
   AttentionStash,
   AttentionState,
@@ -44,8 +44,14 @@ def _commit_layer(
   )
   if isinstance(stash, GDNPrefillStash):
     return GDNState(recurrent=stash.recurrent, conv=conv)
-  recurrent = gated_delta.commit(
-    state.recurrent, stash.k, stash.u, stash.decay, path, count
+  recurrent = gdn_commit.commit(
+    state.recurrent,
+    stash.k,
+    stash.u,
+    stash.decay,
+    path,
+    count,
+    implementation=stash.kernel,
   )
   return GDNState(recurrent=recurrent, conv=conv)
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from specpilot_jax import compilation
+from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import step as step_lib
@@ -115,6 +116,7 @@ class Engine:
     if drafter is not None:
       num_drafts = system.num_drafts or drafter.num_slots
     self.num_drafts = num_drafts
+    kernels_lib.check_nodes(target.kernels, 1 + num_drafts)
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1
     self._host_lag = host_lag

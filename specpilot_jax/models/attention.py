@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tree_attention
+from pallas_kernels import dispatch, tree_attention
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.models import layers
 from specpilot_jax.models.state import AttentionStash, AttentionState, Nodes
@@ -17,16 +17,25 @@ class Attention(nnx.Module):
   q_norm: layers.RMSNorm  # where the family has them
   k_norm: layers.RMSNorm
 
-  def __init__(self, config: ModelConfig, dtype, rngs):
+  def __init__(
+    self, config: ModelConfig, dtype, rngs, kernels: dispatch.Kernels
+  ):
     self.config = config
+    self.kernels = kernels
     q_rows = config.num_heads * config.head_dim
     # Qwen3.5's q_proj packs [q | gate] for each head.
     self.q_rows = q_rows * (2 if config.attention_gate else 1)
     kv_rows = config.num_kv_heads * config.head_dim
     self.qkv = layers.Linear(
-      config.hidden_size, self.q_rows + 2 * kv_rows, dtype, rngs
+      config.hidden_size,
+      self.q_rows + 2 * kv_rows,
+      dtype,
+      rngs,
+      kernels.matvec,
     )
-    self.o_proj = layers.Linear(q_rows, config.hidden_size, dtype, rngs)
+    self.o_proj = layers.Linear(
+      q_rows, config.hidden_size, dtype, rngs, kernels.matvec
+    )
     if config.qk_norm:
       for name in ("q_norm", "k_norm"):
         norm = layers.RMSNorm(
@@ -82,6 +91,16 @@ class Attention(nnx.Module):
     q, k, v, gate = self.project(x, positions)
     scale = self.config.head_dim**-0.5
     out = tree_attention.tree_attention(
-      q, k, v, state.k, state.v, length, nodes.mask, scale
+      q,
+      k,
+      v,
+      state.k,
+      state.v,
+      length,
+      nodes.mask,
+      scale,
+      implementation=(
+        "reference" if nodes.is_prompt else self.kernels.tree_attention
+      ),
     )
     return self.output(out, gate), AttentionStash(k=k, v=v)

@@ -5,10 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gated_delta
+from pallas_kernels import dispatch, gated_delta, gdn_decode, gdn_verify
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.models import layers
 from specpilot_jax.models.state import (
@@ -17,8 +16,6 @@ from specpilot_jax.models.state import (
   GDNState,
   Nodes,
 )
-
-_L2_EPS = 1e-6  # inside the square root, as in the family's reference model
 
 
 def conv_windows(parents: Int[Array, " N"], kernel: int) -> Int[Array, "N W"]:
@@ -37,33 +34,36 @@ def conv_windows(parents: Int[Array, " N"], kernel: int) -> Int[Array, "N W"]:
   return jnp.stack(window[::-1], axis=1) + (kernel - 1)
 
 
-def _l2_normalize(x: Array) -> Array:
-  return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _L2_EPS)
-
-
 class Projected(NamedTuple):
   """What a layer computes before its recurrence.
 
   Attributes:
-    inputs: q, k, v, g, beta of `pallas_kernels.gated_delta`.
-    z: output gate before its activation.
+    fused: [pre-convolution rows | z | b | a], as the weights are fused.
     rows: pre-convolution rows.
+    mixed: [q | k | v] behind convolution and activation.
+    z: output gate before its activation.
   """
 
-  inputs: tuple[Array, Array, Array, Array, Array]
-  z: Float[Array, "N HvV"]
+  fused: Float[Array, "N P"]
   rows: Float[Array, "N C"]
+  mixed: Float[Array, "N C"]
+  z: Float[Array, "N HvV"]
 
 
 class GatedDeltaNet(nnx.Module):
   """qkv, z, b and a fused as rows of one projection, in this order."""
 
-  def __init__(self, config: ModelConfig, dtype, rngs):
+  def __init__(
+    self, config: ModelConfig, dtype, rngs, kernels: dispatch.Kernels
+  ):
     self.config = config
+    self.kernels = kernels
     heads = config.gdn_num_value_heads
     acc = layers.accumulation_dtype(dtype)
     rows = config.gdn_conv_dim + config.gdn_value_dim + 2 * heads
-    self.in_proj = layers.Linear(config.hidden_size, rows, dtype, rngs)
+    self.in_proj = layers.Linear(
+      config.hidden_size, rows, dtype, rngs, kernels.matvec
+    )
     init = nnx.initializers.normal(0.02)
     self.conv_weight = nnx.Param(
       init(rngs.params(), (config.gdn_conv_dim, config.gdn_conv_kernel), dtype)
@@ -74,22 +74,18 @@ class GatedDeltaNet(nnx.Module):
       config.gdn_value_head_dim, config.norm_eps, False, dtype
     )
     self.out_proj = layers.Linear(
-      config.gdn_value_dim, config.hidden_size, dtype, rngs
+      config.gdn_value_dim, config.hidden_size, dtype, rngs, kernels.matvec
     )
 
   def project(
     self, x: Float[Array, "N D"], nodes: Nodes, state: GDNState
   ) -> Projected:
-    """What the recurrence reads, and the output gate."""
+    """The input projection and the convolution."""
     c = self.config
     acc = layers.accumulation_dtype(x.dtype)
-    n, heads = x.shape[0], c.gdn_num_value_heads
-    edges = (c.gdn_conv_dim, c.gdn_conv_dim + c.gdn_value_dim)
-    rows, z, ba = jnp.split(self.in_proj(x), edges, axis=-1)
-    b, a = jnp.split(ba.astype(acc), 2, axis=-1)  # [N, Hv] each
-    beta = jax.nn.sigmoid(b)
-    g = -jnp.exp(self.a_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
-
+    n = x.shape[0]
+    fused = self.in_proj(x)
+    rows, z, _ = self._split(fused)
     history = jnp.concatenate([state.conv, rows])
     width = c.gdn_conv_kernel
     if nodes.prefill:  # one path: a node's window is what precedes it
@@ -99,16 +95,28 @@ class GatedDeltaNet(nnx.Module):
       windows = [history[index[:, j]] for j in range(width)]
     weight = self.conv_weight[...].astype(acc)
     mixed = sum(w.astype(acc) * weight[:, j] for j, w in enumerate(windows))
-    q, k, v = jnp.split(
-      jax.nn.silu(mixed), (c.gdn_key_dim, 2 * c.gdn_key_dim), axis=-1
+    return Projected(fused=fused, rows=rows, mixed=jax.nn.silu(mixed), z=z)
+
+  def _split(self, fused: Float[Array, "N P"]) -> list[Array]:
+    """Pre-convolution rows, z, [b | a]."""
+    c = self.config
+    edges = (c.gdn_conv_dim, c.gdn_conv_dim + c.gdn_value_dim)
+    return jnp.split(fused, edges, axis=-1)
+
+  def inputs(self, p: Projected) -> tuple[Array, Array, Array, Array, Array]:
+    """q, k, v, g, beta of `pallas_kernels.gated_delta`."""
+    c = self.config
+    _, _, ba = self._split(p.fused)
+    b, a = jnp.split(ba.astype(p.mixed.dtype), 2, axis=-1)  # [N, Hv] each
+    return gated_delta.prepare(
+      p.mixed,
+      b,
+      a,
+      self.a_log[...],
+      self.dt_bias[...],
+      key_heads=c.gdn_num_key_heads,
+      key_dim=c.gdn_key_head_dim,
     )
-    q, k = (
-      _l2_normalize(y.reshape(n, c.gdn_num_key_heads, c.gdn_key_head_dim))
-      for y in (q, k)
-    )
-    q = q * c.gdn_key_head_dim**-0.5
-    v = v.reshape(n, heads, c.gdn_value_head_dim)
-    return Projected(inputs=(q, k, v, g, beta), z=z, rows=rows)
 
   def output(
     self, o: Float[Array, "N Hv V"], z: Float[Array, "N HvV"]
@@ -122,15 +130,46 @@ class GatedDeltaNet(nnx.Module):
     self, x: Float[Array, "N D"], nodes: Nodes, state: GDNState
   ) -> tuple[Float[Array, "N D"], GDNStash | GDNPrefillStash]:
     """Runs the nodes on top of the committed state, which is only read."""
+    if nodes.prefill and not nodes.is_prompt:
+      return self._decode(x, nodes, state)
     p = self.project(x, nodes, state)
     if nodes.prefill:
       o, recurrent = gated_delta.chunk_prefill(
-        *p.inputs, state.recurrent, nodes.count
+        *self.inputs(p), state.recurrent, nodes.count
       )
       stash = GDNPrefillStash(recurrent=recurrent, rows=p.rows)
     else:
-      o, u, decay = gated_delta.tree_verify(
-        *p.inputs, state.recurrent, nodes.mask
+      o, k, u, decay = gdn_verify.verify(
+        p.mixed,
+        p.fused,
+        self.a_log[...],
+        self.dt_bias[...],
+        state.recurrent,
+        nodes.mask,
+        key_heads=self.config.gdn_num_key_heads,
+        implementation=self.kernels.gdn_verify,
       )
-      stash = GDNStash(k=p.inputs[1], u=u, decay=decay, rows=p.rows)
+      stash = GDNStash(
+        k=k, u=u, decay=decay, rows=p.rows, kernel=self.kernels.gdn_commit
+      )
     return self.output(o, p.z), stash
+
+  def _decode(
+    self, x: Float[Array, "1 D"], nodes: Nodes, state: GDNState
+  ) -> tuple[Float[Array, "1 D"], GDNPrefillStash]:
+    """One token that is certain to be committed."""
+    fused = self.in_proj(x)
+    o, recurrent = gdn_decode.decode(
+      fused[0],
+      state.conv,
+      self.conv_weight[...],
+      self.a_log[...],
+      self.dt_bias[...],
+      state.recurrent,
+      nodes.count > 0,
+      key_heads=self.config.gdn_num_key_heads,
+      implementation=self.kernels.gdn_decode,
+    )
+    rows, z, _ = self._split(fused)
+    stash = GDNPrefillStash(recurrent=recurrent, rows=rows)
+    return self.output(o[None], z), stash

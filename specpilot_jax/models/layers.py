@@ -9,6 +9,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import add_norm
+from pallas_kernels import matvec as matvec_lib
+from pallas_kernels.dispatch import Implementation
+
 _INIT = nnx.initializers.normal(0.02)
 
 
@@ -27,21 +31,30 @@ def exact(dtype) -> lax.Precision | None:
 
 @jax.named_scope("weights")
 def matmul(
-  x: Float[Array, "N I"], weight: Float[Array, "O I"], out_dtype=None
+  x: Float[Array, "N I"],
+  weight: Float[Array, "O I"],
+  out_dtype=None,
+  matvec: Implementation = "reference",
 ) -> Float[Array, "N O"]:
   """x W^T with accumulation in at least float32: every weight is read here.
 
   Args:
     x: activations; their dtype is the dtype of the result unless `out_dtype`.
     weight: [out, in], as checkpoints store it.
+    matvec: implementation for one row.
   """
+  out_dtype = x.dtype if out_dtype is None else out_dtype
+  n = x.shape[0]
+  if n == 1 and matvec != "reference":
+    return matvec_lib.matvec(
+      x[0], weight, out_dtype=out_dtype, implementation=matvec
+    )[None]
   # A bfloat16 result is still accumulated in float32, and rounded once.
   product = functools.partial(
     jnp.einsum,
     precision=exact(x.dtype),
-    preferred_element_type=x.dtype if out_dtype is None else out_dtype,
+    preferred_element_type=out_dtype,
   )
-  n = x.shape[0]
   if n == 1 or x.dtype == jnp.bfloat16 or jax.default_backend() != "cpu":
     return product("ni,oi->no", x, weight)
   # XLA's CPU backend rearranges the right operand of every product, which
@@ -56,19 +69,35 @@ def matmul(
 class Linear(nnx.Module):
   """y = x W^T without bias; W [out_features, in_features]."""
 
-  def __init__(self, in_features: int, out_features: int, dtype, rngs):
+  def __init__(
+    self,
+    in_features: int,
+    out_features: int,
+    dtype,
+    rngs,
+    matvec: Implementation = "reference",
+  ):
+    self.matvec = matvec
     self.weight = nnx.Param(
       _INIT(rngs.params(), (out_features, in_features), dtype)
     )
 
   def __call__(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
-    return matmul(x, self.weight[...])
+    return matmul(x, self.weight[...], matvec=self.matvec)
 
 
 class Embedding(nnx.Module):
   """Token table W [vocab, features]."""
 
-  def __init__(self, vocab_size: int, features: int, dtype, rngs):
+  def __init__(
+    self,
+    vocab_size: int,
+    features: int,
+    dtype,
+    rngs,
+    matvec: Implementation = "reference",
+  ):
+    self.matvec = matvec
     self.weight = nnx.Param(_INIT(rngs.params(), (vocab_size, features), dtype))
 
   def __call__(self, tokens: Int[Array, " N"]) -> Float[Array, "N D"]:
@@ -77,13 +106,7 @@ class Embedding(nnx.Module):
 
   def attend(self, x: Float[Array, "N D"], out_dtype) -> Float[Array, "N V"]:
     """Logits of a tied head."""
-    return matmul(x, self.weight[...], out_dtype)
-
-
-def rms_normalize(x: Array, eps: float) -> Array:
-  """x / rms(x) over the last axis, in the accumulation dtype."""
-  x = x.astype(accumulation_dtype(x.dtype))
-  return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return matmul(x, self.weight[...], out_dtype, self.matvec)
 
 
 class RMSNorm(nnx.Module):
@@ -92,28 +115,64 @@ class RMSNorm(nnx.Module):
   Computed in the accumulation dtype and rounded once.
   """
 
-  def __init__(self, features: int, eps: float, zero_centered: bool, dtype):
+  def __init__(
+    self,
+    features: int,
+    eps: float,
+    zero_centered: bool,
+    dtype,
+    add_norm: Implementation = "reference",
+  ):
     self.eps = eps
     self.zero_centered = zero_centered
+    self.implementation = add_norm
     init = jnp.zeros if zero_centered else jnp.ones
     self.weight = nnx.Param(init((features,), dtype))
 
   def __call__(self, x: Array) -> Array:
-    y = rms_normalize(x, self.eps)
-    scale = self.weight[...].astype(y.dtype)
-    return (y * (1 + scale if self.zero_centered else scale)).astype(x.dtype)
+    return add_norm.norm(x, self.weight[...], self.eps, self.zero_centered)
+
+  def after(
+    self, x: Float[Array, "N D"], delta: Float[Array, "N D"]
+  ) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
+    """The residual stream x + delta, and its norm."""
+    if x.shape[0] > 1 or self.implementation == "reference":
+      x = x + delta
+      return x, self(x)
+    x, y = add_norm.add_norm(
+      x[0],
+      delta[0],
+      self.weight[...],
+      eps=self.eps,
+      zero_centered=self.zero_centered,
+      implementation=self.implementation,
+    )
+    return x[None], y[None]
 
 
 class MLP(nnx.Module):
   """SwiGLU: down(silu(gate) * up), gate and up fused as rows of one matrix."""
 
-  def __init__(self, features: int, hidden: int, dtype, rngs):
-    self.gate_up = Linear(features, 2 * hidden, dtype, rngs)
-    self.down = Linear(hidden, features, dtype, rngs)
+  def __init__(
+    self,
+    features: int,
+    hidden: int,
+    dtype,
+    rngs,
+    matvec: Implementation = "reference",
+  ):
+    self.gate_up = Linear(features, 2 * hidden, dtype, rngs, matvec)
+    self.down = Linear(hidden, features, dtype, rngs, matvec)
 
   def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
-    gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-    return self.down(jax.nn.silu(gate) * up)
+    matvec = self.gate_up.matvec
+    if x.shape[0] == 1 and matvec != "reference":
+      weight = self.gate_up.weight[...]
+      hidden = matvec_lib.swiglu(x[0], weight, implementation=matvec)[None]
+    else:
+      gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+      hidden = jax.nn.silu(gate) * up
+    return self.down(hidden)
 
 
 def rope(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import Implementation
 from specpilot_jax import configs
 from specpilot_jax.models import layers
 
@@ -68,12 +69,18 @@ class AttentionStash:
 
 @_pytree
 class GDNStash:
-  """Per node: normalised key, update u, path log-decay, pre-conv row."""
+  """Per node: normalised key, update u, path log-decay, pre-conv row.
+
+  `kernel` is the implementation that makes a state of it.
+  """
 
   k: Float[Array, "N Hk K"]
   u: Float[Array, "N Hv V"]
   decay: Float[Array, "N Hv"]
   rows: Float[Array, "N C"]
+  kernel: Implementation = dataclasses.field(
+    metadata={"static": True}, default="reference"
+  )
 
 
 @_pytree
@@ -111,6 +118,11 @@ class Nodes:
   @property
   def size(self) -> int:
     return self.tokens.shape[0]
+
+  @property
+  def is_prompt(self) -> bool:
+    """Several nodes of one path: a run of prompt, or one that is scored."""
+    return self.prefill and self.size > 1
 
 
 def run_of(tokens: Int[Array, " N"], count, *, prefill: bool) -> Nodes:

@@ -15,7 +15,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import configs
+from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import assembly, attention, gated_delta, layers
 from specpilot_jax.models.state import LayerStash, Nodes, TargetState
@@ -40,24 +42,35 @@ class TargetOutput:
 class DecoderLayer(nnx.Module):
   """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-  def __init__(self, config: configs.ModelConfig, kind: str, dtype, rngs):
+  def __init__(
+    self, config: configs.ModelConfig, kind: str, dtype, rngs, kernels: Kernels
+  ):
     def norm():
       return layers.RMSNorm(
-        config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
+        config.hidden_size,
+        config.norm_eps,
+        config.zero_centered_norm,
+        dtype,
+        kernels.add_norm,
       )
 
     self.input_norm = norm()
     if kind == configs.GDN:
-      self.mixer = gated_delta.GatedDeltaNet(config, dtype, rngs)
+      self.mixer = gated_delta.GatedDeltaNet(config, dtype, rngs, kernels)
     else:
-      self.mixer = attention.Attention(config, dtype, rngs)
+      self.mixer = attention.Attention(config, dtype, rngs, kernels)
     self.post_norm = norm()
     self.mlp = layers.MLP(
-      config.hidden_size, config.intermediate_size, dtype, rngs
+      config.hidden_size,
+      config.intermediate_size,
+      dtype,
+      rngs,
+      kernels.matvec,
     )
 
-  def __call__(self, x, nodes, positions, state, length):
-    h = self.input_norm(x)
+  def __call__(self, x, delta, nodes, positions, state, length):
+    """Residual stream and what is to be added to it, before and after."""
+    x, h = self.input_norm.after(x, delta)
     # Profiles tell kernel classes apart by the innermost of these scopes.
     if isinstance(self.mixer, gated_delta.GatedDeltaNet):
       with jax.named_scope("recurrent"):
@@ -65,31 +78,44 @@ class DecoderLayer(nnx.Module):
     else:
       with jax.named_scope("attention"):
         h, stash = self.mixer(h, nodes, positions, state, length)
-    x = x + h
-    h = self.post_norm(x)
+    x, h = self.post_norm.after(x, h)
     with jax.named_scope("mlp"):
       h = self.mlp(h)
-    return x + h, stash
+    return x, h, stash
 
 
 class Target(nnx.Module):
   """A target model; parameters as in `parameter_shapes`."""
 
-  def __init__(self, config: configs.ModelConfig, dtype, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: configs.ModelConfig,
+    dtype,
+    rngs: nnx.Rngs,
+    kernels: Kernels = REFERENCE,
+  ):
     self.config = config
+    self.kernels = kernels
     self.dtype = jnp.dtype(dtype)
     self.embed = layers.Embedding(
-      config.vocab_size, config.hidden_size, dtype, rngs
+      config.vocab_size, config.hidden_size, dtype, rngs, kernels.matvec
     )
     self.layers = nnx.List(
-      [DecoderLayer(config, kind, dtype, rngs) for kind in config.layer_types]
+      [
+        DecoderLayer(config, kind, dtype, rngs, kernels)
+        for kind in config.layer_types
+      ]
     )
     self.norm = layers.RMSNorm(
-      config.hidden_size, config.norm_eps, config.zero_centered_norm, dtype
+      config.hidden_size,
+      config.norm_eps,
+      config.zero_centered_norm,
+      dtype,
+      kernels.add_norm,
     )
     if not config.tie_embeddings:
       self.lm_head = layers.Embedding(
-        config.vocab_size, config.hidden_size, dtype, rngs
+        config.vocab_size, config.hidden_size, dtype, rngs, kernels.matvec
       )
 
   def __call__(
@@ -104,19 +130,23 @@ class Target(nnx.Module):
     """
     x = self.embed(nodes.tokens)
     positions = state.length + nodes.depth
-    stash, tapped = [], {}
+    # A layer leaves its last sum to the norm that follows.
+    delta, stash, tapped = jnp.zeros_like(x), [], {}
     for i, layer in enumerate(self.layers):
-      x, s = layer(x, nodes, positions, state.layers[i], state.length)
+      x, delta, s = layer(
+        x, delta, nodes, positions, state.layers[i], state.length
+      )
       stash.append(s)
       if i in taps:
-        tapped[i] = x
+        tapped[i] = x + delta
     n = nodes.size
     features = (
       jnp.stack([tapped[i] for i in taps], axis=1)
       if taps
       else jnp.zeros((n, 0, self.config.hidden_size), x.dtype)
     )
-    return TargetOutput(hidden=self.norm(x), taps=features, stash=tuple(stash))
+    _, hidden = self.norm.after(x, delta)
+    return TargetOutput(hidden=hidden, taps=features, stash=tuple(stash))
 
   def logits(self, hidden: Float[Array, "N D"]) -> Float[Array, "N V"]:
     """Logits in the accumulation dtype; ids beyond the tokenizer are -inf."""
@@ -128,8 +158,8 @@ class Target(nnx.Module):
     return out
 
 
-def _make(config: configs.ModelConfig, dtype):
-  return lambda: Target(config, dtype, nnx.Rngs(0))
+def _make(config: configs.ModelConfig, dtype, kernels: Kernels = REFERENCE):
+  return lambda: Target(config, dtype, nnx.Rngs(0), kernels)
 
 
 def structs(
@@ -153,7 +183,10 @@ def parameters(target: Target) -> dict[str, Array]:
 
 
 def assemble(
-  config: configs.ModelConfig, arrays: Mapping[str, Array], dtype
+  config: configs.ModelConfig,
+  arrays: Mapping[str, Array],
+  dtype,
+  kernels: Kernels = REFERENCE,
 ) -> Target:
   """A target around arrays that are on the device already; nothing is copied.
 
@@ -161,11 +194,14 @@ def assemble(
     config: the model.
     arrays: as `structs(config, dtype)` says; not checked for NaN or infinity.
     dtype: of activations and weights.
+    kernels: implementations of its operations.
 
   Raises:
-    SpecPilotError: a missing or extra name, a wrong shape or dtype.
+    SpecPilotError: a missing or extra name, a wrong shape or dtype, kernels
+      that cannot run here.
   """
-  return assembly.assemble(config.name, _make(config, dtype), arrays)
+  kernels_lib.check(kernels, config, str(jnp.dtype(dtype)))
+  return assembly.assemble(config.name, _make(config, dtype, kernels), arrays)
 
 
 def check_dtype(dtype: str) -> None:
@@ -179,7 +215,10 @@ def check_dtype(dtype: str) -> None:
 
 
 def build(
-  config: configs.ModelConfig, params: Mapping[str, np.ndarray], dtype: str
+  config: configs.ModelConfig,
+  params: Mapping[str, np.ndarray],
+  dtype: str,
+  kernels: Kernels = REFERENCE,
 ) -> Target:
   """Builds a target from named arrays.
 
@@ -188,12 +227,14 @@ def build(
     params: arrays of any float dtype by the names of `parameter_shapes`; they
       are cast to `dtype`, a_log and dt_bias to at least float32.
     dtype: `bfloat16`, `float32` or `float64` (needs `jax_enable_x64`).
+    kernels: implementations of its operations.
 
   Raises:
     SpecPilotError: a missing or extra name, a wrong shape, a value that is not
-      finite, an unknown dtype.
+      finite, an unknown dtype, kernels that cannot run here.
   """
   check_dtype(dtype)
+  kernels_lib.check(kernels, config, dtype)
   wanted = structs(config, jnp.dtype(dtype))
   assembly.check_names(config.name, wanted, params)
   arrays = {}
@@ -209,7 +250,7 @@ def build(
       raise SpecPilotError(
         f"{config.name}: parameter {name!r} holds NaN or infinity"
       )
-  return assemble(config, arrays, jnp.dtype(dtype))
+  return assemble(config, arrays, jnp.dtype(dtype), kernels)
 
 
 def random_params(

@@ -102,7 +102,7 @@ def hidden_states(
       p = layer.mixer.project(h, nodes, empty.layers[i])
       # float32 products at the speed of tensor cores, in both directions.
       o, _ = gated_delta_kernels.chunk_prefill(
-        *p.inputs, recurrent, nodes.count, lax.Precision.DEFAULT
+        *layer.mixer.inputs(p), recurrent, nodes.count, lax.Precision.DEFAULT
       )
       h = layer.mixer.output(o, p.z)
     else:

@@ -142,9 +142,9 @@ def keys_in_memory_order():
 
 
 def nodes_see_later_nodes():
-  def tree_attention(q, k, v, k_prefix, v_prefix, length, mask, *rest):
+  def tree_attention(q, k, v, k_prefix, v_prefix, length, mask, *rest, **named):
     return _tree_attention(
-      q, k, v, k_prefix, v_prefix, length, jnp.ones_like(mask), *rest
+      q, k, v, k_prefix, v_prefix, length, jnp.ones_like(mask), *rest, **named
     )
 
   return mock.patch.object(attention_kernels, "tree_attention", tree_attention)

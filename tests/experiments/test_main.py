@@ -38,6 +38,7 @@ def test_result(finished):
   assert result["deployment"].keys() >= DEPLOYMENT
   assert result["environment"].keys() >= ENVIRONMENT
   assert result["environment"]["flags"]["max_tokens"] == "40"
+  assert set(result["environment"]["kernels"].values()) == {"reference"}
   assert list(result["systems"]) == ["ar", "stock", "candidate"]
   for system in result["systems"].values():
     assert system.keys() >= SYSTEM
@@ -270,6 +271,9 @@ BAD = (
   (["--max_wall_s=nan"], "max_wall_s"),
   (["--num_warmups=-1"], "num_warmups"),
   (["--prefill_chunk=0"], "prefill_chunk"),
+  (["--kernels=mosaic"], "'mosaic'"),
+  (["--kernels=gdn_decod=triton"], "'gdn_decod'"),
+  (["--kernels=triton"], "triton needs an NVIDIA GPU"),
   (["--target=/no/such/model"], "/no/such/model"),
   (["--job=token_force"], "--requests"),
   (["--job=token_force", "--requests=/no/such/file"], "/no/such/file"),

@@ -22,7 +22,7 @@ from specpilot_jax.configs import GDN
 from specpilot_jax.decoding import commit
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
-from specpilot_jax.models import gated_delta, layers, state, target
+from specpilot_jax.models import layers, state, target
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 CASES = (
@@ -348,7 +348,7 @@ WRONG_CODE = {
   ),
   "l2_epsilon_outside_root": (
     "float64",
-    (gated_delta, "_l2_normalize", epsilon_outside_root),
+    (kernels, "l2_normalize", epsilon_outside_root),
   ),
   # The gated norm behind it divides the factor out again, but for epsilon.
   "unscaled_queries": (

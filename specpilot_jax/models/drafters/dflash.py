@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tree_attention
+from pallas_kernels import top_k, tree_attention
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import layers
@@ -146,7 +146,8 @@ class DFlashDrafter:
 
   Args:
     model: the drafter.
-    target: whose embedding and lm_head it uses (shared, not copied).
+    target: whose embedding and lm_head it uses (shared, not copied), and
+      whose choice of kernels.
     candidates: best tokens per slot that the lattice holds; rejection sampling
       draws from their renormalised law.
   """
@@ -162,6 +163,7 @@ class DFlashDrafter:
     self.taps: tuple[int, ...] = config.target_layers
     self.vocab_size: int | None = target.config.vocab_size
     self._valid = target.config.valid_vocab
+    self._attention = target.kernels.tree_attention
     self._candidates = min(candidates, self._valid)
     self._graphdef, state = nnx.split(model)
     head = target.embed if target.config.tie_embeddings else target.lm_head
@@ -235,6 +237,7 @@ class DFlashDrafter:
         everything,
         c.head_dim**-0.5,
         first=first,
+        implementation=self._attention,
       )
 
     hidden = model.block(x, positions, attend)[1:]
@@ -242,7 +245,7 @@ class DFlashDrafter:
     logits = layers.matmul(hidden, head.astype(model.dtype), acc)
     real = jnp.arange(logits.shape[-1]) < self._valid
     logits = jnp.where(real, logits, -jnp.inf)
-    scores, ids = lax.top_k(
+    scores, ids = top_k.top_k(
       jax.nn.log_softmax(logits, axis=-1), self._candidates
     )
     return Lattice(

@@ -1,0 +1,95 @@
+"""A residual sum of one row and its RMSNorm, in one launch.
+
+XLA takes two for a single row: a reduction to a scalar, and what uses it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+
+NUM_WARPS = 16
+"""Of the one program; not measured on any card."""
+
+
+def norm(
+  x: Float[Array, "*B D"],
+  weight: Float[Array, " D"],
+  eps: float,
+  zero_centered: bool,
+) -> Float[Array, "*B D"]:
+  """x / rms(x) * weight, or * (1 + weight), over the last axis.
+
+  Computed in at least float32 and rounded once.
+  """
+  y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+  scale = weight.astype(y.dtype)
+  return (y * (1 + scale if zero_centered else scale)).astype(x.dtype)
+
+
+def add_norm(
+  x: Float[Array, " D"],
+  delta: Float[Array, " D"],
+  weight: Float[Array, " D"],
+  *,
+  eps: float,
+  zero_centered: bool,
+  implementation: dispatch.Implementation = "reference",
+) -> tuple[Float[Array, " D"], Float[Array, " D"]]:
+  """x + delta, and its `norm`.
+
+  Args:
+    implementation: the kernel takes bfloat16 and float32.
+  """
+  if implementation != "reference":
+    return _add_norm_kernel(
+      x, delta, weight, eps, zero_centered, implementation
+    )
+  x = x + delta
+  return x, norm(x, weight, eps, zero_centered)
+
+
+def _program(
+  x_ref, delta_ref, weight_ref, sum_ref, out_ref, *, padded, eps, zero_centered
+):
+  size = x_ref.shape[0]
+  index = lax.iota(jnp.int32, padded)
+  inside = index < size
+
+  def load(ref):
+    row = pltriton.load(ref.at[index], mask=inside, other=0.0)
+    return row.astype(jnp.float32)
+
+  scale = load(weight_ref)
+  scale = 1 + scale if zero_centered else scale
+  total = (load(x_ref) + load(delta_ref)).astype(sum_ref.dtype)
+  pltriton.store(sum_ref.at[index], total, mask=inside)
+  row = total.astype(jnp.float32)
+  out = row * lax.rsqrt(jnp.sum(row * row) / size + eps) * scale
+  pltriton.store(out_ref.at[index], out.astype(out_ref.dtype), mask=inside)
+
+
+def _add_norm_kernel(x, delta, weight, eps, zero_centered, implementation):
+  if x.dtype not in (jnp.bfloat16, jnp.float32):
+    raise ValueError(f"add_norm's kernel does not take {x.dtype}")
+  size = x.shape[0]
+  row = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return pl.pallas_call(
+    functools.partial(
+      _program,
+      padded=1 << (size - 1).bit_length(),
+      eps=eps,
+      zero_centered=zero_centered,
+    ),
+    out_shape=[row, row],
+    compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS),
+    interpret=implementation == "interpret",
+    name="add_norm",
+  )(x, delta, weight)

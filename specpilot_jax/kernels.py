@@ -1,0 +1,97 @@
+"""The choice of kernels: as text, and whether a model can run with it."""
+
+import jax
+
+from pallas_kernels import dispatch, gdn_verify
+from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
+from specpilot_jax.configs import ModelConfig
+from specpilot_jax.errors import SpecPilotError
+
+_GDN_SIZES = ("gdn_key_head_dim", "gdn_value_head_dim")
+_POWERS_OF_TWO = {
+  "gdn_decode": _GDN_SIZES,
+  "gdn_verify": _GDN_SIZES,
+  "gdn_commit": _GDN_SIZES,
+  "tree_attention": ("head_dim",),
+}
+"""Sizes that a kernel's tiles are made of."""
+
+_CHOICES = " or ".join((", ".join(IMPLEMENTATIONS[:-1]), IMPLEMENTATIONS[-1]))
+
+
+def parse(text: str) -> Kernels:
+  """`reference`, `triton` or `interpret`, or op=implementation,...
+
+  Operations that a list leaves out take the reference.
+
+  Raises:
+    SpecPilotError: an unknown operation or implementation, one named twice.
+  """
+  if "=" not in text:
+    return Kernels.all(_implementation(text, "kernels"))
+  chosen: dict[str, dispatch.Implementation] = {}
+  for part in text.split(","):
+    name, _, value = (x.strip() for x in part.partition("="))
+    if name not in Kernels.operations():
+      raise SpecPilotError(
+        f"kernels: unknown operation {name!r}; operations:"
+        f" {', '.join(Kernels.operations())}"
+      )
+    if name in chosen:
+      raise SpecPilotError(f"kernels: {name} is given twice")
+    chosen[name] = _implementation(value, f"kernels: {name}")
+  return Kernels(**chosen)
+
+
+def _implementation(text: str, what: str) -> dispatch.Implementation:
+  for known in IMPLEMENTATIONS:
+    if text == known:
+      return known
+  raise SpecPilotError(f"{what} must be {_CHOICES}, got {text!r}")
+
+
+def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
+  """Refuses kernels that a model cannot run here.
+
+  Args:
+    kernels: the choice.
+    config: of the target.
+    dtype: of its weights.
+
+  Raises:
+    SpecPilotError: a `triton` kernel without an NVIDIA GPU, a dtype or a head
+      size that a kernel does not take.
+  """
+  chosen = {k: v for k, v in as_dict(kernels).items() if v != "reference"}
+  for name, implementation in chosen.items():
+    if implementation == "triton" and jax.default_backend() != "gpu":
+      raise SpecPilotError(
+        f"kernel {name}: triton needs an NVIDIA GPU, JAX runs on"
+        f" {jax.default_backend()}; take reference"
+      )
+    if dtype not in ("bfloat16", "float32"):
+      raise SpecPilotError(
+        f"kernel {name}: {implementation} takes bfloat16 and float32, not"
+        f" {dtype}"
+      )
+    for field in _POWERS_OF_TWO.get(name, ()):
+      size = getattr(config, field)
+      if size & (size - 1):
+        raise SpecPilotError(
+          f"kernel {name}: {config.name} has {field} {size}, expected a power"
+          " of two"
+        )
+
+
+def check_nodes(kernels: Kernels, nodes: int) -> None:
+  """Refuses a verify pass of more nodes than a kernel takes."""
+  limit = max(gdn_verify.TILES)
+  if kernels.gdn_verify != "reference" and nodes > limit:
+    raise SpecPilotError(
+      f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"
+    )
+
+
+def as_dict(kernels: Kernels) -> dict[str, str]:
+  """Implementation by operation, for records."""
+  return {name: getattr(kernels, name) for name in Kernels.operations()}

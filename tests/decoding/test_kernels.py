@@ -1,0 +1,193 @@
+"""Kernels in the engine: which run where, and that tokens stay the same."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+from pallas_kernels import (
+  add_norm,
+  gdn_commit,
+  gdn_decode,
+  gdn_verify,
+  matvec,
+  tree_attention,
+)
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from specpilot_jax import kernels as kernels_lib
+from specpilot_jax.configs import SystemConfig
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.prompt_lookup import PromptLookup
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
+from tests.decoding import kit
+from tests.zoo.test_training import drafter_config
+
+# So few ids that a random drafter is right now and then.
+CONFIG = kit.hybrid(vocab_size=5)
+DRAFTER = drafter_config(CONFIG)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+GDN_LAYERS, ATTENTION_LAYERS = 2, 1
+FUNCTIONS = {
+  "gdn_decode": (gdn_decode, "_decode_kernel"),
+  "gdn_verify": (gdn_verify, "_verify_kernel"),
+  "gdn_commit": (gdn_commit, "_commit_kernel"),
+  "tree_attention": (tree_attention, "_tree_attention_kernel"),
+  "matvec": (matvec, "_matvec_kernel"),
+  "add_norm": (add_norm, "_add_norm_kernel"),
+}
+
+
+def target(kernels: Kernels) -> target_lib.Target:
+  """The same weights with a choice of kernels; nothing is copied."""
+  built = kit.build(CONFIG, "float32")
+  return target_lib.assemble(
+    CONFIG, target_lib.parameters(built), jnp.float32, kernels
+  )
+
+
+def engine(kernels: Kernels, *, stock: bool) -> Engine:
+  own = target(kernels)
+  drafter = None
+  if stock:
+    model = DFlash(DRAFTER, jnp.float32, nnx.Rngs(1))
+    drafter = DFlashDrafter(model, own)
+  return Engine(own, drafter=drafter, max_seq_len=128, prefill_chunk=8)
+
+
+@functools.cache
+def decoded(kernels: Kernels, stock: bool):
+  """Per prompt, the tokens that each step emitted."""
+  running = engine(kernels, stock=stock)
+  return [
+    [result.tokens for _, result in running.steps(prompt, GREEDY)]
+    for prompt in kit.prompts(4, CONFIG.vocab_size)
+  ]
+
+
+@contextlib.contextmanager
+def counted():
+  """How often each kernel is put into an executable."""
+  with contextlib.ExitStack() as stack:
+    yield {
+      name: stack.enter_context(
+        mock.patch.object(module, function, wraps=getattr(module, function))
+      )
+      for name, (module, function) in FUNCTIONS.items()
+    }
+
+
+class EngineTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(kit.quick_compilation())
+
+  @parameterized.parameters(False, True)
+  def test_same_greedy_tokens(self, stock):
+    """With the drafter's blocks: every step emits as many."""
+    expected = decoded(REFERENCE, stock)
+    self.assertEqual(decoded(Kernels.all("interpret"), stock), expected)
+    if stock:
+      lengths = {len(step) for steps in expected for step in steps[:-1]}
+      self.assertGreater(len(lengths), 1)
+
+  @parameterized.product(
+    operation=(*Kernels.operations(), None), stock=(False, True)
+  )
+  def test_each_is_where_it_belongs(self, operation, stock):
+    chosen = f"{operation}=interpret" if operation else "reference"
+    running = engine(kernels_lib.parse(chosen), stock=stock)
+    fns, carry = running._base, running._fresh_carry()
+    with counted() as calls:
+      jax.eval_shape(fns.step, running._params, carry, running._request(GREEDY))
+      found = {name: call.call_count for name, call in calls.items()}
+      # A run of prompt takes the references.
+      tokens, count = jnp.zeros(8, jnp.int32), jnp.int32(8)
+      jax.eval_shape(fns.prefill, running._params, carry, tokens, count)
+    expected = dict.fromkeys(FUNCTIONS, 0)
+    if operation == "tree_attention":
+      expected[operation] = ATTENTION_LAYERS + stock * DRAFTER.num_layers
+    elif operation == "add_norm":
+      expected[operation] = 0 if stock else 2 * CONFIG.num_layers + 1
+    elif operation == "matvec":
+      # Four products per layer, and the head.
+      expected[operation] = 0 if stock else 4 * CONFIG.num_layers + 1
+    elif operation in (
+      ("gdn_verify", "gdn_commit") if stock else ("gdn_decode",)
+    ):
+      expected[operation] = GDN_LAYERS
+    self.assertEqual(found, expected)
+    self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)
+
+  def test_too_many_nodes(self):
+    own = target(Kernels(gdn_verify="interpret"))
+    for drafts in (63, 64):
+      expectation = (
+        pytest.raises(SpecPilotError, match="at most 64 nodes, a pass has 65")
+        if drafts == 64
+        else contextlib.nullcontext()
+      )
+      with expectation:
+        Engine(
+          own,
+          drafter=PromptLookup(64),
+          system=SystemConfig(num_drafts=drafts),
+          max_seq_len=128,
+        )
+
+
+class ChoiceTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("reference", REFERENCE),
+    ("triton", Kernels.all("triton")),
+    ("gdn_decode=triton", Kernels(gdn_decode="triton")),
+    (
+      "gdn_decode=triton, tree_attention=interpret",
+      Kernels(gdn_decode="triton", tree_attention="interpret"),
+    ),
+  )
+  def test_parse(self, text, expected):
+    self.assertEqual(kernels_lib.parse(text), expected)
+
+  @parameterized.parameters(
+    ("", "kernels must be reference, triton or interpret, got ''"),
+    ("cuda", "got 'cuda'"),
+    ("gdn=triton", "unknown operation 'gdn'; operations: gdn_decode"),
+    ("gdn_decode=", "kernels: gdn_decode must be reference"),
+    ("gdn_decode=triton,gdn_decode=triton", "gdn_decode is given twice"),
+    ("gdn_decode=triton,triton", "unknown operation 'triton'"),
+  )
+  def test_bad_text(self, text, message):
+    with self.assertRaisesRegex(SpecPilotError, message):
+      kernels_lib.parse(text)
+
+  def test_triton_needs_a_gpu(self):
+    for name in Kernels.operations():
+      with self.assertRaisesRegex(
+        SpecPilotError, f"kernel {name}: triton needs an NVIDIA GPU.*cpu"
+      ):
+        target(kernels_lib.parse(f"{name}=triton"))
+
+  def test_what_no_kernel_takes(self):
+    params = target_lib.random_params(CONFIG, 0)
+    with self.assertRaisesRegex(SpecPilotError, "not float16"):
+      kernels_lib.check(Kernels.all("interpret"), CONFIG, "float16")
+    odd = kit.hybrid(head_dim=12)
+    with self.assertRaisesRegex(SpecPilotError, "head_dim 12, expected a pow"):
+      target_lib.build(
+        odd, params, "float32", Kernels(tree_attention="interpret")
+      )
+    odd = kit.hybrid(gdn_value_head_dim=12)
+    with self.assertRaisesRegex(SpecPilotError, "gdn_value_head_dim 12"):
+      target_lib.build(odd, params, "float32", Kernels(gdn_decode="interpret"))
+
+
+if __name__ == "__main__":
+  absltest.main()
