@@ -15,8 +15,8 @@ PLAN_HOLDS = 0.05
 """Share of the plan that the peak may differ from it."""
 
 UNPLANNED_BYTES = 1 << 28
-"""And what it may differ by in any case: temporaries of compiling and of reading
-weights are not planned, and are more than a small model."""
+"""And what it may differ by in any case: temporaries of compiling and of
+reading weights are not planned, and are more than a small model."""
 
 SCORED_COPIES = 3
 """Of a scored chunk's logits in float32 that live at once: the model's own,
