@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from experiments import (
+  adjudication,
   environment,
   forcing,
   metrics,
@@ -197,6 +198,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       clock.lap("profile")
       peaks.note("profile")
     if settings.token_forcing:
+      arbiter = _arbiter(settings, model, room, planned)
       result["token_forcing"], notes = _force(
         Engine(
           model.target,
@@ -205,12 +207,16 @@ def run(settings: Settings, *, profile: bool = False) -> int:
           prefill_chunk=settings.prefill_chunk,
         ),
         store,
+        arbiter,
         records,
         settings,
+        folder,
         clock,
         keep=True,
       )
       result["notes"] += notes
+      if arbiter.made:
+        peaks.also("adjudication", sum(arbiter.needed.values()))
       clock.lap("token_forcing")
       peaks.note("token_forcing")
     result["device_memory"] = peaks.told()
@@ -290,8 +296,18 @@ def token_force(settings: Settings) -> int:
   folder.event("run_started", job="token_force", environment=env)
   try:
     clock.lap("load")
+    planned = plan.memory(
+      model.config,
+      None,
+      dtype=str(model.target.dtype),
+      max_seq_len=room,
+      prefill_chunk=settings.prefill_chunk,
+      drafting=0,
+      plain=1,
+    )
+    arbiter = _arbiter(settings, model, room, planned)
     result["token_forcing"], result["notes"] = _force(
-      engine, store, records, settings, clock, keep=False
+      engine, store, arbiter, records, settings, folder, clock, keep=False
     )
     clock.lap("token_forcing")
     if not result["token_forcing"]:
@@ -439,7 +455,18 @@ def _cost_model(
     return None
 
 
-def _force(engine, store, records, settings, clock, *, keep: bool):
+def _arbiter(settings, model, room, planned) -> adjudication.Arbiter:
+  return adjudication.Arbiter(
+    model.target,
+    max_seq_len=room,
+    prefill_chunk=settings.prefill_chunk,
+    planned=sum(planned.values()),
+  )
+
+
+def _force(
+  engine, store, arbiter, records, settings, folder, clock, *, keep: bool
+):
   """Verdicts by system, and notes."""
   total = forcing.num_outputs(records)
   with Progress("force", total) as progress:
@@ -451,8 +478,13 @@ def _force(engine, store, records, settings, clock, *, keep: bool):
       keep=keep,
       deadline=clock.deadline,
       progress=progress.advance,
+      arbiter=arbiter,
     )
-    return judge.judge_all(records), judge.notes
+    verdicts = judge.judge_all(records)
+  for name, verdict in verdicts.items():
+    for token in verdict.get("adjudicated_tokens", ()):
+      folder.event("adjudicated", system=name, **results.to_json(token))
+  return verdicts, judge.notes
 
 
 def _notes(result, model) -> list[str]:
@@ -488,6 +520,9 @@ def _finish(folder, result, records, clock) -> int:
     failed |= note.startswith(_NO_COST_MODEL)
   for name, verdict in result["token_forcing"].items():
     say(forcing.describe_verdict(name, verdict))
+    adjudicated = forcing.describe_adjudication(name, verdict)
+    if adjudicated:
+      say(adjudicated)
     failed |= verdict["verdict"] == "fail"
   if result["cost_model"]:
     for note in result["cost_model"]["notes"]:

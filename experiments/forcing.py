@@ -7,8 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from experiments import endings, environment, results, token_forcing
+from experiments import (
+  adjudication,
+  endings,
+  environment,
+  results,
+  token_forcing,
+)
+from experiments.console import number
 from experiments.settings import AR, STOCK
 from specpilot_jax import kernels, paths
 from specpilot_jax.decoding.engine import Engine
@@ -65,6 +73,8 @@ class Forcing:
       process decoded itself should be.
     deadline: of `time.monotonic()`; no scoring starts after it.
     progress: called with a line after each request.
+    arbiter: scores in float32 what lies above the tolerance; see
+      `token_forcing`.
 
   Attributes:
     notes: for the reader of the result.
@@ -77,6 +87,7 @@ class Forcing:
   keep: bool
   deadline: float
   progress: Callable[[str], None]
+  arbiter: adjudication.Arbiter | None = None
   _cache: dict[tuple[str, float], token_forcing.Scored] = dataclasses.field(
     default_factory=dict
   )
@@ -138,14 +149,26 @@ class Forcing:
     control = self.store.control(name, new)
     # Filter cut-offs are widened by the tolerance, so it must be known first.
     known = len(self._cache)
-    scored = [s for _, s in self._score(records, control.tolerance(self.dtype))]
+    tolerance = control.tolerance(self.dtype)
+    scored = [s for _, s in self._score(records, tolerance)]
     if self._late:
       return _undecided("the time limit ended the scoring")
+
+    def rescore(index: int) -> np.ndarray:
+      assert self.arbiter is not None
+      if time.monotonic() > self.deadline:
+        raise token_forcing.Unavailable(
+          "the time limit came before float32 could judge it"
+        )
+      record = records[index]
+      return self.arbiter.gaps(record, _cut_width(record, tolerance))
+
     verdict = token_forcing.judge(
       scored,
       control,
       dtype=self.dtype,
       min_control_tokens=self.min_tokens,
+      rescore=rescore if self.arbiter else None,
     )
     verdict["control_decile_flip_rates"] = token_forcing.decile_rates(
       [s for _, s in self._score(control_records, token_forcing.CAP)]
@@ -164,11 +187,9 @@ class Forcing:
   def _score(self, records: Sequence[Record], cut_tolerance: float):
     out = []
     for record in records:
-      # Without filters the width of their cut-offs does not matter. Systems
-      # often agree on an output; the score of the same tokens is the same.
-      sampling = results.sampling_of(record)
-      filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p
-      width = cut_tolerance if filters and sampling.temperature else 0.0
+      # Systems often agree on an output; the score of the same tokens is the
+      # same.
+      width = _cut_width(record, cut_tolerance)
       key = (token_forcing.output_key(record), width)
       if key not in self._cache:
         if time.monotonic() > self.deadline:
@@ -177,7 +198,7 @@ class Forcing:
         scores = self.engine.score(
           record["prompt_ids"],
           record["output_ids"],
-          sampling,
+          results.sampling_of(record),
           cut_tolerance=width,
         )
         self._cache[key] = token_forcing.Scored(
@@ -193,6 +214,13 @@ class Forcing:
       scored = dataclasses.replace(self._cache[key], request=record["request"])
       out.append((record, scored))
     return out
+
+
+def _cut_width(record: Record, tolerance: float) -> float:
+  """How far filter cut-offs are widened; without filters it has no effect."""
+  sampling = results.sampling_of(record)
+  filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+  return tolerance if filters and sampling.temperature else 0.0
 
 
 def _is_rejection(record: Record) -> bool:
@@ -258,3 +286,28 @@ def describe_verdict(system: str, verdict: Mapping[str, Any]) -> str:
     if first["index"] is not None:
       line += f", output token {first['index']}"
   return line
+
+
+_NAMED_TOKENS = 4
+
+
+def describe_adjudication(
+  system: str, verdict: Mapping[str, Any]
+) -> str | None:
+  """One line on tokens that float32 scored again; None where it had none."""
+  tokens = verdict.get("adjudicated_tokens")
+  if not tokens:
+    return None
+  named = [
+    f"request {t['request']}, output token {t['index']}: gap"
+    f" {number(t['gap'], 3)}, in float32 {number(t['float32_gap'], 3)},"
+    f" {'accepted' if t['accepted'] else 'not accepted'}"
+    for t in tokens[:_NAMED_TOKENS]
+  ]
+  if len(tokens) > _NAMED_TOKENS:
+    named.append(f"{len(tokens) - _NAMED_TOKENS} more in {results.RESULT}")
+  accepted = sum(t["accepted"] for t in tokens)
+  return (
+    f"adjudicated in float32: {system} {len(tokens)} above the tolerance,"
+    f" {accepted} accepted ({'; '.join(named)})"
+  )

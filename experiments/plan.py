@@ -107,10 +107,19 @@ def check_memory(plan: dict[str, int], available: int | None) -> str:
   return f"{line} of {available / 1e9:.3g}"
 
 
+def _memory_stats() -> dict[str, Any]:
+  stats: dict[str, Any] | None = jax.devices()[0].memory_stats()
+  return stats or {}
+
+
 def peak_bytes() -> int | None:
   """The most that was held so far; None where the device does not count."""
-  stats: dict[str, Any] | None = jax.devices()[0].memory_stats()
-  return (stats or {}).get("peak_bytes_in_use")
+  return _memory_stats().get("peak_bytes_in_use")
+
+
+def held_bytes() -> int | None:
+  """What is held now; None where the device does not count."""
+  return _memory_stats().get("bytes_in_use")
 
 
 class Peaks:
@@ -121,7 +130,7 @@ class Peaks:
   """
 
   def __init__(self, planned: dict[str, int]):
-    self._planned = planned
+    self._planned = dict(planned)
     self._after: dict[str, int] = {}
 
   def note(self, part: str) -> None:
@@ -129,6 +138,10 @@ class Peaks:
     peak = peak_bytes()
     if peak is not None:
       self._after[part] = peak
+
+  def also(self, purpose: str, size: int) -> None:
+    """Plans for what only turned out to be needed while the run went on."""
+    self._planned[purpose] = size
 
   def told(self) -> dict[str, Any]:
     """`device_memory` of result.json.

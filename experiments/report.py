@@ -366,6 +366,8 @@ def _forcing(forced) -> list[Block]:
       "Stock is given prompt and output, and every output token must be its own"
       " choice or lie within the tolerance (1.5 times the largest gap of the"
       " control, at most 0.5 logit). A flip is a token that is not its choice."
+      " In bfloat16 a token above the tolerance is scored again in float32, and"
+      " accepted if it is within the tolerance there."
       " An output that is token-identical to one scored before, after the same"
       " prompt with the same sampling settings, shares its scores. Endings are"
       " checked too: nothing may end earlier or later than decoding does."
@@ -388,6 +390,8 @@ def _forcing(forced) -> list[Block]:
       tuple(rows),
     ),  # fmt: skip
   ]
+  lines = [forcing.describe_adjudication(n, v) for n, v in forced.items()]
+  blocks += [Text(line) for line in lines if line]
   judged = {n: v for n, v in forced.items() if v["tokens"]}
   if judged:
     blocks.append(Plot("Flips along the outputs", plots.decile_flips(judged)))

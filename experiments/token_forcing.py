@@ -9,6 +9,14 @@ The tolerance comes from a *control*: outputs whose gaps are rounding alone.
 For `stock` these are the outputs of autoregressive decoding, for any other
 system those of stock. It is 1.5 times the largest gap of the control, at most
 0.5 logit. Rounding flips lie below 0.25 in bfloat16, state faults above 0.6.
+
+In bfloat16 a gap holds the rounding of the scoring pass beside the system's
+own, and its tail is heavy: of two sound sets of outputs the one may well have
+a gap above 1.5 times the other's largest. A token above the tolerance is
+therefore *adjudicated*: the same target in float32 scores the output again,
+and a gap within the tolerance there excuses the token. Gaps above 0.5 logit
+are scored again for the reader alone, and no more tokens are excused than
+`excusable` allows. The flip rate counts excused tokens like all others.
 """
 
 import dataclasses
@@ -16,7 +24,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +51,8 @@ last-bit difference a fault. The largest logits of a language model are near
 few units, so 256 eps. In bfloat16 sums are float32 and only activations
 round, so 8 eps.
 """
+NARROW = ("bfloat16", "float16")
+"""Dtypes whose rounding float32 adjudicates."""
 DECILES = 10
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 
@@ -95,6 +105,89 @@ def decile_rates(scored: Sequence[Scored]) -> list[float | None]:
   ]
 
 
+class Unavailable(Exception):
+  """There are no float32 scores; says why, as a clause of a reason."""
+
+
+Rescore = Callable[[int], np.ndarray]
+"""float32 gaps [tokens] of the output of that index; raises `Unavailable`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adjudicated:
+  """A token above the tolerance that was scored again in float32."""
+
+  request: str
+  index: int
+  token: int
+  gap: float
+  float32_gap: float
+  accepted: bool
+
+
+def excusable(tokens: int, control_tokens: int) -> int:
+  """The most tokens of a system that float32 may excuse.
+
+  A single gap in float32 says that its token is nearly a tie, not that rounding
+  alone chose it: a system that takes the wrong side of ties could be excused
+  token by token. If its gaps followed the control's law, whatever that is, all
+  orders of the m + n gaps would be equally likely, and k or more of its m would
+  exceed the largest of the control's n (so all the more the tolerance) with
+  probability m/(m+n) (m-1)/(m+n-1) ... of k factors. The result is the largest
+  k for which this is at least `ALPHA`: 9 where both have as many tokens.
+  """
+  allowed, p = 0, 1.0
+  while allowed < tokens:
+    p *= (tokens - allowed) / (tokens + control_tokens - allowed)
+    if p < ALPHA:
+      break
+    allowed += 1
+  return allowed
+
+
+def _adjudicate(
+  scored: Sequence[Scored],
+  tolerance: float,
+  limit: int,
+  rescore: Rescore,
+) -> tuple[list[Adjudicated], list[Scored], str]:
+  """Scores tokens above the tolerance again.
+
+  Returns:
+    What was scored again; `scored` with gaps of 0 where a token is excused; a
+    clause that says why something was not scored again, else empty.
+  """
+  above = [np.flatnonzero(s.gaps > tolerance) for s in scored]
+  count = sum(a.size for a in above)
+  if count > limit:
+    clause = f"{count} tokens are above {tolerance:.3g}, float32 may excuse"
+    return [], list(scored), f"; {clause} {limit}"
+  again, left = [], list(scored)
+  try:
+    for i, s in enumerate(scored):
+      if not above[i].size:
+        continue
+      float32, gaps = rescore(i), s.gaps.copy()
+      for at in map(int, above[i]):
+        accepted = s.gaps[at] <= CAP and float32[at] <= tolerance
+        again.append(
+          Adjudicated(
+            request=s.request,
+            index=at,
+            token=s.tokens[at],
+            gap=float(s.gaps[at]),
+            float32_gap=float(float32[at]),
+            accepted=bool(accepted),
+          )
+        )
+        if accepted:
+          gaps[at] = 0.0
+      left[i] = dataclasses.replace(s, gaps=gaps)
+  except Unavailable as e:
+    return again, left, f"; {e}"
+  return again, left, ""
+
+
 def _first(scored: Sequence[Scored], above: float) -> dict[str, Any] | None:
   for s in scored:
     hits = np.flatnonzero(s.gaps > above)
@@ -107,6 +200,14 @@ def _first(scored: Sequence[Scored], above: float) -> dict[str, Any] | None:
         "gap": float(s.gaps[at]),
       }
   return None
+
+
+def _in_float32(again: Sequence[Adjudicated], worst: float) -> str:
+  """The float32 gap of the worst token that was not excused."""
+  for a in again:
+    if a.gap == worst and not a.accepted:
+      return f", in float32 {a.float32_gap:.3g}"
+  return ""
 
 
 def flip_p_value(
@@ -126,6 +227,7 @@ def judge(
   *,
   dtype: str,
   min_control_tokens: int,
+  rescore: Rescore | None = None,
 ) -> dict[str, Any]:
   """The verdict on a system.
 
@@ -135,15 +237,32 @@ def judge(
     dtype: of the target that scored.
     min_control_tokens: with fewer the verdict is `inconclusive`, unless a gap
       exceeds the largest tolerance that any control could give.
+    rescore: float32 scores for adjudication. Only a `NARROW` dtype needs them,
+      and only a tolerance that its control calibrates can be applied to them.
 
   Returns:
     The entry in `token_forcing` of result.json. `first_failure` is the first
-    token above the tolerance, or the first flip where the rate failed.
+    token above the tolerance that was not excused, or the first flip where the
+    rate failed.
   """
   tokens = sum(s.gaps.size for s in scored)
   flips = sum(s.flips for s in scored)
-  worst = max((s.max_gap for s in scored), default=0.0)
+  max_margin = worst = max((s.max_gap for s in scored), default=0.0)
   tolerance = control.tolerance(dtype)
+  limit = excusable(tokens, control.tokens)
+  enough = control.tokens >= min_control_tokens
+  again: list[Adjudicated] = []
+  left, told = scored, ""
+  if (
+    rescore is not None
+    and dtype in NARROW
+    and enough
+    and control.max_gap <= CAP
+    and worst > tolerance
+  ):
+    again, left, told = _adjudicate(scored, tolerance, limit, rescore)
+    worst = max((s.max_gap for s in left), default=0.0)
+    told = _in_float32(again, worst) + told
   p_value = flip_p_value(flips, tokens, control.flips, control.tokens)
   first = None
   if tokens == 0:
@@ -155,10 +274,10 @@ def judge(
       f" above {CAP} logit"
     )
   elif worst > CAP:
-    enough = control.tokens >= min_control_tokens
-    verdict, first = FAIL, _first(scored, tolerance if enough else CAP)
+    verdict, first = FAIL, _first(left, tolerance if enough else CAP)
     reason = f"largest gap {worst:.3g} is above any tolerance ({CAP} logit)"
-  elif control.tokens < min_control_tokens:
+    reason += told
+  elif not enough:
     verdict = INCONCLUSIVE
     reason = (
       f"the control has {control.tokens} tokens, {min_control_tokens} are"
@@ -166,8 +285,9 @@ def judge(
       " (--num_prompts), or other prompts too: controls accumulate over runs"
     )
   elif worst > tolerance:
-    verdict, first = FAIL, _first(scored, tolerance)
+    verdict, first = FAIL, _first(left, tolerance)
     reason = f"largest gap {worst:.3g} is above the tolerance {tolerance:.3g}"
+    reason += told
   elif p_value < ALPHA:
     verdict, first = FAIL, _first(scored, 0.0)
     reason = (
@@ -176,17 +296,18 @@ def judge(
     )
   else:
     verdict = PASS
+    told = f" ({len(again)} of them by float32 scores)" if again else ""
     reason = (
       f"all {tokens} tokens are stock's own choice or within {tolerance:.3g}"
-      f" logit of it; {flips} flips against the control's {control.flips} in"
-      f" {control.tokens} tokens"
+      f" logit of it{told}; {flips} flips against the control's"
+      f" {control.flips} in {control.tokens} tokens"
     )
   return {
     "verdict": verdict,
     "reason": reason,
     "tokens": tokens,
     "flips": flips,
-    "max_margin": worst,
+    "max_margin": max_margin,
     "first_failure": first,
     "tolerance": tolerance,
     "flip_p_value": p_value,
@@ -194,6 +315,9 @@ def judge(
     "decile_flip_rates": decile_rates(scored),
     "control": dataclasses.asdict(control),
     "min_control_tokens": min_control_tokens,
+    "adjudicated": len(again),
+    "adjudicated_tokens": [dataclasses.asdict(a) for a in again],
+    "max_excusable_tokens": limit,
   }
 
 
