@@ -1,6 +1,7 @@
-"""A residual sum of one row and its RMSNorm, in one launch.
+"""A residual sum and its RMSNorm, in one launch.
 
-XLA takes two for a single row: a reduction to a scalar, and what uses it.
+XLA takes two for a few rows: a reduction to a scalar per row, and what uses it.
+One program takes a row.
 """
 
 import functools
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 
 NUM_WARPS = 16
-"""Of the one program; not measured on any card."""
+"""Of a program; not measured on any card."""
 
 
 def norm(
@@ -35,14 +36,14 @@ def norm(
 
 
 def add_norm(
-  x: Float[Array, " D"],
-  delta: Float[Array, " D"],
+  x: Float[Array, "N D"],
+  delta: Float[Array, "N D"],
   weight: Float[Array, " D"],
   *,
   eps: float,
   zero_centered: bool,
   implementation: dispatch.Implementation = "reference",
-) -> tuple[Float[Array, " D"], Float[Array, " D"]]:
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
   """x + delta, and its `norm`.
 
   Args:
@@ -59,28 +60,30 @@ def add_norm(
 def _program(
   x_ref, delta_ref, weight_ref, sum_ref, out_ref, *, padded, eps, zero_centered
 ):
-  size = x_ref.shape[0]
+  size = weight_ref.shape[0]
   index = lax.iota(jnp.int32, padded)
   inside = index < size
+  row = pl.program_id(0)
 
   def load(ref):
-    row = pltriton.load(ref.at[index], mask=inside, other=0.0)
-    return row.astype(jnp.float32)
+    loaded = pltriton.load(ref, mask=inside, other=0.0)
+    return loaded.astype(jnp.float32)
 
-  scale = load(weight_ref)
+  scale = load(weight_ref.at[index])
   scale = 1 + scale if zero_centered else scale
-  total = (load(x_ref) + load(delta_ref)).astype(sum_ref.dtype)
-  pltriton.store(sum_ref.at[index], total, mask=inside)
-  row = total.astype(jnp.float32)
-  out = row * lax.rsqrt(jnp.sum(row * row) / size + eps) * scale
-  pltriton.store(out_ref.at[index], out.astype(out_ref.dtype), mask=inside)
+  total = load(x_ref.at[row, index]) + load(delta_ref.at[row, index])
+  total = total.astype(sum_ref.dtype)
+  pltriton.store(sum_ref.at[row, index], total, mask=inside)
+  y = total.astype(jnp.float32)
+  y = y * lax.rsqrt(jnp.sum(y * y) / size + eps) * scale
+  pltriton.store(out_ref.at[row, index], y.astype(out_ref.dtype), mask=inside)
 
 
 def _add_norm_kernel(x, delta, weight, eps, zero_centered, implementation):
   if x.dtype not in (jnp.bfloat16, jnp.float32):
     raise ValueError(f"add_norm's kernel does not take {x.dtype}")
-  size = x.shape[0]
-  row = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  rows, size = x.shape
+  like = jax.ShapeDtypeStruct(x.shape, x.dtype)
   return pl.pallas_call(
     functools.partial(
       _program,
@@ -88,7 +91,8 @@ def _add_norm_kernel(x, delta, weight, eps, zero_centered, implementation):
       eps=eps,
       zero_centered=zero_centered,
     ),
-    out_shape=[row, row],
+    grid=(rows,),
+    out_shape=[like, like],
     compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS),
     interpret=implementation == "interpret",
     name="add_norm",

@@ -25,7 +25,7 @@ class Kernels:
     gdn_commit: its state after an accepted path (`gdn_commit.commit`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
     matvec: a target's weights times one row (`matvec.matvec`, `.swiglu`).
-    add_norm: its residual sums and their norms, one row (`add_norm.add_norm`).
+    add_norm: its residual sums and their norms (`add_norm.add_norm`).
   """
 
   gdn_decode: Implementation = "reference"

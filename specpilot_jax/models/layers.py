@@ -133,21 +133,21 @@ class RMSNorm(nnx.Module):
     return add_norm.norm(x, self.weight[...], self.eps, self.zero_centered)
 
   def after(
-    self, x: Float[Array, "N D"], delta: Float[Array, "N D"]
+    self, x: Float[Array, "N D"], delta: Float[Array, "N D"], prompt: bool
   ) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
-    """The residual stream x + delta, and its norm."""
-    if x.shape[0] > 1 or self.implementation == "reference":
-      x = x + delta
-      return x, self(x)
-    x, y = add_norm.add_norm(
-      x[0],
-      delta[0],
+    """The residual stream x + delta, and its norm.
+
+    Args:
+      prompt: the rows are a run of prompt, which takes the reference.
+    """
+    return add_norm.add_norm(
+      x,
+      delta,
       self.weight[...],
       eps=self.eps,
       zero_centered=self.zero_centered,
-      implementation=self.implementation,
+      implementation="reference" if prompt else self.implementation,
     )
-    return x[None], y[None]
 
 
 class MLP(nnx.Module):

@@ -70,7 +70,7 @@ class DecoderLayer(nnx.Module):
 
   def __call__(self, x, delta, nodes, positions, state, length):
     """Residual stream and what is to be added to it, before and after."""
-    x, h = self.input_norm.after(x, delta)
+    x, h = self.input_norm.after(x, delta, nodes.is_prompt)
     # Profiles tell kernel classes apart by the innermost of these scopes.
     if isinstance(self.mixer, gated_delta.GatedDeltaNet):
       with jax.named_scope("recurrent"):
@@ -78,7 +78,7 @@ class DecoderLayer(nnx.Module):
     else:
       with jax.named_scope("attention"):
         h, stash = self.mixer(h, nodes, positions, state, length)
-    x, h = self.post_norm.after(x, h)
+    x, h = self.post_norm.after(x, h, nodes.is_prompt)
     with jax.named_scope("mlp"):
       h = self.mlp(h)
     return x, h, stash
@@ -145,7 +145,7 @@ class Target(nnx.Module):
       if taps
       else jnp.zeros((n, 0, self.config.hidden_size), x.dtype)
     )
-    _, hidden = self.norm.after(x, delta)
+    _, hidden = self.norm.after(x, delta, nodes.is_prompt)
     return TargetOutput(hidden=hidden, taps=features, stash=tuple(stash))
 
   def logits(self, hidden: Float[Array, "N D"]) -> Float[Array, "N V"]:

@@ -115,7 +115,7 @@ class EngineTest(parameterized.TestCase):
     if operation == "tree_attention":
       expected[operation] = ATTENTION_LAYERS + stock * DRAFTER.num_layers
     elif operation == "add_norm":
-      expected[operation] = 0 if stock else 2 * CONFIG.num_layers + 1
+      expected[operation] = 2 * CONFIG.num_layers + 1
     elif operation == "matvec":
       # Four products per layer, and the head.
       expected[operation] = 0 if stock else 4 * CONFIG.num_layers + 1

@@ -1,4 +1,4 @@
-"""Residual sum and norm of one row: arithmetic interpreted, and lowering."""
+"""Residual sum and norm: arithmetic interpreted, and lowering."""
 
 import functools
 
@@ -13,17 +13,21 @@ from tests.pallas_kernels import lowering
 
 class AddNormTest(parameterized.TestCase):
   @parameterized.product(
-    size=(1, 7, 64, 80),
+    shape=((1, 1), (1, 80), (3, 7), (16, 64)),
     zero_centered=(True, False),
     dtype=(jnp.bfloat16, jnp.float32),
   )
-  def test_against_float64(self, size, zero_centered, dtype):
-    rng = np.random.default_rng(size)
-    given = [jnp.asarray(rng.normal(size=size), dtype) for _ in range(3)]
+  def test_against_float64(self, shape, zero_centered, dtype):
+    rng = np.random.default_rng(shape)
+    given = [
+      jnp.asarray(rng.normal(size=size), dtype)
+      for size in (shape, shape, shape[1])
+    ]
     x, delta, weight = (np.asarray(a, np.float64) for a in given)
     expected_sum = np.asarray(jnp.asarray(x + delta, dtype), np.float64)
     scale = 1 + weight if zero_centered else weight
-    expected = expected_sum / np.sqrt((expected_sum**2).mean() + 1e-6) * scale
+    power = (expected_sum**2).mean(axis=1, keepdims=True)
+    expected = expected_sum / np.sqrt(power + 1e-6) * scale
     for implementation in ("reference", "interpret"):
       total, out = jax.jit(
         functools.partial(
@@ -43,9 +47,12 @@ class AddNormTest(parameterized.TestCase):
         atol=1e-6,
       )
 
-  @parameterized.product(gpu=tuple(lowering.GPUS), size=(320, 5120))
-  def test_lowers(self, gpu, size):
-    row = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
+  @parameterized.product(
+    gpu=tuple(lowering.GPUS), shape=((1, 320), (1, 5120), (16, 5120))
+  )
+  def test_lowers(self, gpu, shape):
+    rows = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    row = jax.ShapeDtypeStruct(shape[1:], jnp.bfloat16)
     text = lowering.lower(
       functools.partial(
         add_norm.add_norm,
@@ -54,8 +61,8 @@ class AddNormTest(parameterized.TestCase):
         implementation="triton",
       ),
       gpu,
-      row,
-      row,
+      rows,
+      rows,
       row,
     )
     self.assertIn("add_norm", text)
@@ -63,12 +70,12 @@ class AddNormTest(parameterized.TestCase):
 
   def test_float64_is_refused(self):
     with jax.enable_x64(True):
-      row = jnp.ones(8)
+      rows = jnp.ones((2, 8))
       with self.assertRaisesRegex(ValueError, "does not take float64"):
         add_norm.add_norm(
-          row,
-          row,
-          row,
+          rows,
+          rows,
+          rows[0],
           eps=1e-6,
           zero_centered=True,
           implementation="interpret",
