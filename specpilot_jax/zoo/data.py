@@ -17,9 +17,13 @@ import multiprocessing
 import pathlib
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+
+from specpilot_jax.errors import SpecPilotError
 
 MIN_BYTES, MAX_BYTES = 400, 200_000
 CODE = ".py"
@@ -215,11 +219,21 @@ def token_stream(
 
 
 def test_strings(path: pathlib.Path) -> list[str]:
-  """All strings of a .jsonl or .jsonl.gz file, or a text file as it is."""
+  """All strings of a .jsonl or .jsonl.gz file, or a text file as it is.
+
+  Raises:
+    SpecPilotError: not gzip, UTF-8 or JSON lines where it should be.
+  """
   raw = path.read_bytes()
   if path.suffix == ".gz":
-    raw = gzip.decompress(raw)
-  text = raw.decode()
+    try:
+      raw = gzip.decompress(raw)
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+      raise SpecPilotError(f"{path}: not a whole gzip file") from None
+  try:
+    text = raw.decode()
+  except UnicodeDecodeError as e:
+    raise SpecPilotError(f"{path}: not UTF-8 text (byte {e.start})") from None
   if ".jsonl" not in path.name:
     return [text]
   strings: list[str] = []
@@ -234,9 +248,22 @@ def test_strings(path: pathlib.Path) -> list[str]:
       for v in value:
         walk(v)
 
-  for line in text.splitlines():
-    walk(json.loads(line))
+  for value in json_lines(text, path):
+    walk(value)
   return strings
+
+
+def json_lines(text: str, path: pathlib.Path) -> Iterator[Any]:
+  """The value of each line of `path`; one that is no JSON is named."""
+  # Strings in JSON may hold other line separators as they are.
+  for number, line in enumerate(text.split("\n"), start=1):
+    if not line.strip():
+      continue
+    try:
+      value = json.loads(line)
+    except ValueError:
+      raise SpecPilotError(f"{path}: line {number} is not JSON") from None
+    yield value
 
 
 def manifest(
