@@ -218,6 +218,13 @@ def token_stream(
   return np.concatenate(parts)
 
 
+def _utf8(raw: bytes, path: pathlib.Path) -> str:
+  try:
+    return raw.decode()
+  except UnicodeDecodeError as e:
+    raise SpecPilotError(f"{path}: not UTF-8 text (byte {e.start})") from None
+
+
 def test_strings(path: pathlib.Path) -> list[str]:
   """All strings of a .jsonl or .jsonl.gz file, or a text file as it is.
 
@@ -230,10 +237,7 @@ def test_strings(path: pathlib.Path) -> list[str]:
       raw = gzip.decompress(raw)
     except (gzip.BadGzipFile, EOFError, zlib.error):
       raise SpecPilotError(f"{path}: not a whole gzip file") from None
-  try:
-    text = raw.decode()
-  except UnicodeDecodeError as e:
-    raise SpecPilotError(f"{path}: not UTF-8 text (byte {e.start})") from None
+  text = _utf8(raw, path)
   if ".jsonl" not in path.name:
     return [text]
   strings: list[str] = []
@@ -264,6 +268,23 @@ def json_lines(text: str, path: pathlib.Path) -> Iterator[Any]:
     except ValueError:
       raise SpecPilotError(f"{path}: line {number} is not JSON") from None
     yield value
+
+
+def held_out_texts(path: pathlib.Path, every: int) -> dict[str, list[str]]:
+  """Texts by domain of a run's `held_out.jsonl`, one file in `every`.
+
+  Raises:
+    SpecPilotError: not JSON lines of `source` and `text`.
+  """
+  texts: dict[str, list[str]] = {}
+  records = list(json_lines(_utf8(path.read_bytes(), path), path))
+  for record in records[::every]:
+    try:
+      source, text = record["source"], record["text"]
+    except (TypeError, KeyError):
+      raise SpecPilotError(f"{path}: not lines of source and text") from None
+    texts.setdefault(domain_of(source), []).append(text)
+  return texts
 
 
 def manifest(

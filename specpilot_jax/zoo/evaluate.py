@@ -30,19 +30,6 @@ _EVERY = flags.DEFINE_integer(
 SETTINGS = ((0.0, "match"), (1.0, "rejection"), (1.0, "match"))
 
 
-def _read_texts(path: pathlib.Path, every: int) -> dict[str, list[str]]:
-  """Texts of the held-out files by domain."""
-  texts: dict[str, list[str]] = {}
-  records = list(data.json_lines(cli.read_text(str(path)), path))
-  for record in records[::every]:
-    try:
-      source, text = record["source"], record["text"]
-    except (TypeError, KeyError):
-      raise SpecPilotError(f"{path}: not lines of source and text") from None
-    texts.setdefault(data.domain_of(source), []).append(text)
-  return texts
-
-
 def main() -> None:
   loading.prepare_jax(None)
   model = loading.load_target(_MODEL.value)
@@ -73,7 +60,7 @@ def main() -> None:
       print(f"--- prompt\n{prompt}\n--- {output.finish_reason}\n{output.text}")
   if _HELD_OUT.value is None:
     return
-  by_domain = _read_texts(pathlib.Path(_HELD_OUT.value), _EVERY.value)
+  by_domain = data.held_out_texts(pathlib.Path(_HELD_OUT.value), _EVERY.value)
   for domain, texts in by_domain.items():
     bits = measures.bits_per_byte(
       model.target,

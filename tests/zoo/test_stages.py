@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from specpilot_jax.checkpoints import ZOO
 from specpilot_jax.checkpoints import drafter as drafter_io
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.zoo import data, evaluate, optimizer, recipes, stages
+from specpilot_jax.zoo import data, optimizer, recipes, stages
 from specpilot_jax.zoo.text import Rows
 from tests.decoding import kit
 from tests.zoo.test_training import drafter_config
@@ -137,11 +137,11 @@ class StagesTest(parameterized.TestCase):
   def test_held_out_file(self):
     path = self.work.parent / "held_out.jsonl"
     path.write_text('{"source": "a/b.py", "text": "x"}\n\n')
-    self.assertEqual(evaluate._read_texts(path, 1), {"code": ["x"]})
+    self.assertEqual(data.held_out_texts(path, 1), {"code": ["x"]})
     for line in ("{bad", "[1]", '{"source": "a"}'):
       path.write_text(line + "\n")
       with self.assertRaisesRegex(SpecPilotError, "held_out.jsonl: "):
-        evaluate._read_texts(path, 1)
+        data.held_out_texts(path, 1)
 
 
 class LogTest(absltest.TestCase):
