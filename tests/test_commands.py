@@ -136,6 +136,27 @@ def test_help(module):
   assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+  ("module", "args", "message"),
+  [
+    ("train", "--work_dir= --stage=release", "--work_dir is empty"),
+    ("train", "--work_dir={0} --scale=0", "--scale must be above 0"),
+    ("train", "--work_dir={0} --scale=nan", "--scale must be above 0"),
+    ("train", "--work_dir={0} --stage=text", "run the target stage first"),
+    ("train", "--work_dir={0} --stage=target", "train.npy"),
+    ("evaluate", "--every=0", "--every=0"),
+    ("evaluate", "--prompts=-1", "--prompts=-1"),
+  ],
+)
+def test_bad_input_to_the_zoo_is_one_line(tmp_path, module, args, message):
+  filled = args.format(tmp_path / "work").split()
+  done = run(f"specpilot_jax.zoo.{module}", *filled, ok=False)
+  assert done.returncode == 2
+  assert done.stdout == ""
+  assert message in done.stderr
+  assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_reader_that_leaves_is_no_traceback(tiny):
   command = [sys.executable, "-m", "specpilot_jax.generate"]
   command += [f"--model={tiny}", "--prompt=the", "--max_tokens=200"]

@@ -17,9 +17,13 @@ import multiprocessing
 import pathlib
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+
+from specpilot_jax.errors import SpecPilotError
 
 MIN_BYTES, MAX_BYTES = 400, 200_000
 CODE = ".py"
@@ -214,12 +218,26 @@ def token_stream(
   return np.concatenate(parts)
 
 
+def _utf8(raw: bytes, path: pathlib.Path) -> str:
+  try:
+    return raw.decode()
+  except UnicodeDecodeError as e:
+    raise SpecPilotError(f"{path}: not UTF-8 text (byte {e.start})") from None
+
+
 def test_strings(path: pathlib.Path) -> list[str]:
-  """All strings of a .jsonl or .jsonl.gz file, or a text file as it is."""
+  """All strings of a .jsonl or .jsonl.gz file, or a text file as it is.
+
+  Raises:
+    SpecPilotError: not gzip, UTF-8 or JSON lines where it should be.
+  """
   raw = path.read_bytes()
   if path.suffix == ".gz":
-    raw = gzip.decompress(raw)
-  text = raw.decode()
+    try:
+      raw = gzip.decompress(raw)
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+      raise SpecPilotError(f"{path}: not a whole gzip file") from None
+  text = _utf8(raw, path)
   if ".jsonl" not in path.name:
     return [text]
   strings: list[str] = []
@@ -234,9 +252,39 @@ def test_strings(path: pathlib.Path) -> list[str]:
       for v in value:
         walk(v)
 
-  for line in text.splitlines():
-    walk(json.loads(line))
+  for value in json_lines(text, path):
+    walk(value)
   return strings
+
+
+def json_lines(text: str, path: pathlib.Path) -> Iterator[Any]:
+  """The value of each line of `path`; one that is no JSON is named."""
+  # Strings in JSON may hold other line separators as they are.
+  for number, line in enumerate(text.split("\n"), start=1):
+    if not line.strip():
+      continue
+    try:
+      value = json.loads(line)
+    except ValueError:
+      raise SpecPilotError(f"{path}: line {number} is not JSON") from None
+    yield value
+
+
+def held_out_texts(path: pathlib.Path, every: int) -> dict[str, list[str]]:
+  """Texts by domain of a run's `held_out.jsonl`, one file in `every`.
+
+  Raises:
+    SpecPilotError: not JSON lines of `source` and `text`.
+  """
+  texts: dict[str, list[str]] = {}
+  records = list(json_lines(_utf8(path.read_bytes(), path), path))
+  for record in records[::every]:
+    try:
+      source, text = record["source"], record["text"]
+    except (TypeError, KeyError):
+      raise SpecPilotError(f"{path}: not lines of source and text") from None
+    texts.setdefault(domain_of(source), []).append(text)
+  return texts
 
 
 def manifest(

@@ -17,23 +17,17 @@ from specpilot_jax.zoo import data, measures, store
 
 _MODEL = flags.DEFINE_string("model", "zoo", "Target.")
 _DRAFTER = flags.DEFINE_string("drafter", "dflash", "Drafter name or folder.")
-_PROMPTS = flags.DEFINE_integer("prompts", 32, "Prompts per setting.")
+_PROMPTS = flags.DEFINE_integer(
+  "prompts", 32, "Prompts per setting.", lower_bound=0
+)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Output tokens at most.")
 _SAMPLES = flags.DEFINE_integer("samples", 0, "Outputs to print per setting.")
 _HELD_OUT = flags.DEFINE_string("held_out", None, "held_out.jsonl of a run.")
-_EVERY = flags.DEFINE_integer("every", 1, "Take one held-out file in so many.")
+_EVERY = flags.DEFINE_integer(
+  "every", 1, "Take one held-out file in so many.", lower_bound=1
+)
 
 SETTINGS = ((0.0, "match"), (1.0, "rejection"), (1.0, "match"))
-
-
-def _read_texts(path: pathlib.Path, every: int) -> dict[str, list[str]]:
-  """Texts of the held-out files by domain."""
-  texts: dict[str, list[str]] = {}
-  lines = path.read_text(encoding="utf-8").splitlines()
-  for record in map(json.loads, lines[::every]):
-    domain = data.domain_of(record["source"])
-    texts.setdefault(domain, []).append(record["text"])
-  return texts
 
 
 def main() -> None:
@@ -66,7 +60,7 @@ def main() -> None:
       print(f"--- prompt\n{prompt}\n--- {output.finish_reason}\n{output.text}")
   if _HELD_OUT.value is None:
     return
-  by_domain = _read_texts(pathlib.Path(_HELD_OUT.value), _EVERY.value)
+  by_domain = data.held_out_texts(pathlib.Path(_HELD_OUT.value), _EVERY.value)
   for domain, texts in by_domain.items():
     bits = measures.bits_per_byte(
       model.target,

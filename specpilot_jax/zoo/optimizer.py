@@ -62,6 +62,21 @@ def optimizer(schedule: Schedule) -> optax.GradientTransformation:
   )
 
 
+def _cut_log(path: pathlib.Path, step: int) -> None:
+  """Drops the lines of steps that a killed run took after its last save."""
+  kept = []
+  for line in path.read_text().splitlines():
+    try:
+      if json.loads(line)["step"] > step:
+        break
+    except ValueError:  # killed while it wrote
+      break
+    kept.append(line + "\n")
+  part = path.with_suffix(".part")
+  part.write_text("".join(kept))
+  part.rename(path)
+
+
 def train(
   params: Any,
   loss: Callable[[Any, Any], jax.Array],
@@ -131,6 +146,8 @@ def train(
     if store.latest_step() != step:
       store.save(step, args=ocp.args.StandardSave(state))
 
+  if (work_dir / "loss.jsonl").exists():
+    _cut_log(work_dir / "loss.jsonl", start)
   saved = began = time.monotonic()
   pending = []
   with (work_dir / "loss.jsonl").open("a") as log:

@@ -58,8 +58,10 @@ def train_tokenizer(texts) -> tokenizers.Tokenizer:
   return backend
 
 
-def _write_corpus(work: pathlib.Path, train, held_out, dropped, **more) -> None:
-  manifest = data.manifest(train, held_out, dropped) | more
+def _write_corpus(
+  name: str, work: pathlib.Path, train, held_out, dropped, **more
+) -> None:
+  manifest = {"recipe": name} | data.manifest(train, held_out, dropped) | more
   (work / "corpus.json").write_text(json.dumps(manifest, indent=1) + "\n")
   shown = {k: v for k, v in manifest.items() if not isinstance(v, dict)}
   print(json.dumps(shown), flush=True)
@@ -72,7 +74,9 @@ def _stage_data(name: str, work: pathlib.Path, tests: Sequence[str]) -> None:
   if name != ZOO:
     heads = prompting.function_heads(d.text for d in train)
     (work / "heads.json").write_text(json.dumps(heads))
-    _write_corpus(work, train, held_out, dropped, function_heads=len(heads))
+    _write_corpus(
+      name, work, train, held_out, dropped, function_heads=len(heads)
+    )
     return
   kept = work / "tokenizer.json"
   if kept.exists():  # of an earlier run: ids keep their meaning
@@ -92,7 +96,7 @@ def _stage_data(name: str, work: pathlib.Path, tests: Sequence[str]) -> None:
   with (work / "held_out.jsonl").open("w") as f:
     for d in held_out:
       f.write(json.dumps({"source": d.source, "text": d.text}) + "\n")
-  _write_corpus(work, train, held_out, dropped, train_tokens=stream.size)
+  _write_corpus(name, work, train, held_out, dropped, train_tokens=stream.size)
 
 
 def _stage_target(work: pathlib.Path, scale: float, deadline) -> bool:
@@ -124,17 +128,31 @@ def _stage_target(work: pathlib.Path, scale: float, deadline) -> bool:
   if done:
     final = nnx.merge(graphdef, state)
     arrays = {k: np.asarray(v) for k, v in target_lib.parameters(final).items()}
-    safetensors.numpy.save_file(arrays, work / TARGET_FILE)
+    # A name that is there means a stage that is complete.
+    part = work / f"{TARGET_FILE}.part"
+    safetensors.numpy.save_file(arrays, part)
+    part.rename(work / TARGET_FILE)
   return done
+
+
+def _trained_params(work: pathlib.Path) -> dict[str, np.ndarray]:
+  path = work / TARGET_FILE
+  if not path.is_file():
+    raise SpecPilotError(f"{path} is missing; run the target stage first")
+  try:
+    return safetensors.numpy.load_file(path)
+  except safetensors.SafetensorError:
+    raise SpecPilotError(
+      f"{path}: damaged; delete it, and the target stage writes it again"
+    ) from None
 
 
 def _loaded(name: str, work: pathlib.Path) -> loading.LoadedModel:
   """The target whose drafter is trained."""
   if name != ZOO:
     return loading.load_target(name, "bfloat16")
-  params = safetensors.numpy.load_file(work / TARGET_FILE)
   return loading.LoadedModel(
-    target=target_lib.build(recipes.TARGET, params, "bfloat16"),
+    target=target_lib.build(recipes.TARGET, _trained_params(work), "bfloat16"),
     tokenizer=None,
     notes=(),
     sha256={},
@@ -180,14 +198,15 @@ def _prompts(
 
 def _stage_release(name: str, work: pathlib.Path) -> None:
   release = work / "release"
-  shutil.rmtree(release, ignore_errors=True)
   drafter = drafter_io.load(work / drafter_stages.FOLDER, "bfloat16")
+  params = _trained_params(work) if name == ZOO else {}
+  shutil.rmtree(release, ignore_errors=True)
   drafter_io.save(release / store.DRAFTERS[name].name, drafter)
   if name != ZOO:
     return
   store.write_target(
     release / store.TARGET.name,
-    safetensors.numpy.load_file(work / TARGET_FILE),
+    params,
     (work / "tokenizer.json").read_bytes(),
   )
   sources = json.loads((work / "corpus.json").read_text())["sources"]
@@ -222,11 +241,20 @@ def run(
 
   Returns:
     The stage that the deadline interrupted, or None.
+
+  Raises:
+    SpecPilotError: `work` is of another recipe, or a stage lacks what an
+      earlier one writes.
   """
   work.mkdir(parents=True, exist_ok=True)
+  manifest = work / "corpus.json"
+  if manifest.exists():
+    of = json.loads(manifest.read_text()).get("recipe", name)
+    if of != name:
+      raise SpecPilotError(f"{work} holds a run of the recipe {of}, not {name}")
   recipe = drafter_stages.scaled(recipes.DRAFTERS[name], scale)
   tests = [s for p in test_files for s in data.test_strings(pathlib.Path(p))]
-  if "data" in wanted and not (work / "corpus.json").exists():
+  if "data" in wanted and not manifest.exists():
     _stage_data(name, work, tests)
   if "target" in wanted and name == ZOO and not (work / TARGET_FILE).exists():
     if not _stage_target(work, scale, deadline):

@@ -8,6 +8,7 @@ not once per step.
 import dataclasses
 import functools
 import pathlib
+import zipfile
 from collections.abc import Sequence
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
+from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.target import Target
 from specpilot_jax.zoo import training
 from specpilot_jax.zoo.drafter_training import Text
@@ -45,8 +47,18 @@ class Rows:
 
   @classmethod
   def load(cls, path: pathlib.Path) -> "Rows":
-    with np.load(path) as f:
-      return cls(**{name: f[name] for name in f.files})
+    """Reads what `save` wrote.
+
+    Raises:
+      SpecPilotError: the file is damaged.
+    """
+    try:
+      with np.load(path) as f:
+        return cls(**{name: f[name] for name in f.files})
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile):
+      raise SpecPilotError(
+        f"{path}: damaged; delete it, and the text stage writes it again"
+      ) from None
 
   @property
   def anchors(self) -> np.ndarray:
@@ -97,6 +109,8 @@ class Shelf:
     surprise: float,
     seed: int,
   ):
+    if not paths:
+      raise SpecPilotError("no training text; run the text stage first")
     self._paths = list(paths)
     self._graphdef, self._params = nnx.split(target)
     self._taps = taps

@@ -8,12 +8,14 @@ that ship). A stage that is complete is not run again; a stage that hits
 --max_wall_s saves its state, and the same command goes on.
 """
 
+import math
 import pathlib
 import time
 
 from absl import flags
 
 from specpilot_jax import cli
+from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.zoo import recipes, stages
 
 _RECIPE = flags.DEFINE_enum(
@@ -25,7 +27,11 @@ _STAGE = flags.DEFINE_enum(
 _WORK_DIR = flags.DEFINE_string(
   "work_dir", None, "Keeps everything.", required=True
 )
-_MAX_WALL_S = flags.DEFINE_float("max_wall_s", None, "Save and stop after.")
+_MAX_WALL_S = flags.DEFINE_float(
+  "max_wall_s",
+  None,
+  "Save and stop after so long, at a multiple of 50 steps or a round of text.",
+)
 _SCALE = flags.DEFINE_float("scale", 1.0, "Multiplies all step counts.")
 _TESTS = flags.DEFINE_multi_string(
   "test_text", [], "Files whose text must not overlap with the corpus."
@@ -33,13 +39,17 @@ _TESTS = flags.DEFINE_multi_string(
 
 
 def main() -> None:
+  if not _WORK_DIR.value:
+    raise SpecPilotError("--work_dir is empty; expected a folder")
+  if not 0 < _SCALE.value < math.inf:
+    raise SpecPilotError(f"--scale must be above 0, got {_SCALE.value}")
   deadline = None
   if _MAX_WALL_S.value is not None:
     deadline = time.monotonic() + _MAX_WALL_S.value
   stopped = stages.run(
     _RECIPE.value,
     stages.STAGES if _STAGE.value == "all" else (_STAGE.value,),
-    pathlib.Path(_WORK_DIR.value or "").absolute(),
+    pathlib.Path(_WORK_DIR.value).absolute(),
     scale=_SCALE.value,
     test_files=_TESTS.value,
     deadline=deadline,

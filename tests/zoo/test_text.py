@@ -231,6 +231,15 @@ class RowsTest(kit.Float64TestCase):
     for row, prompt in zip(rows.tokens, self.prompts(0), strict=True):
       self.assertEqual(row[: len(prompt)].tolist(), prompt)
 
+  def test_rounds_are_sampled_with_noise_of_their_own(self):
+    with mock.patch.object(self, "prompts", lambda _, own=self.prompts: own(0)):
+      self.write()
+    first, second = (
+      Rows.load(self.work / "text" / f"{i:03}.npz").tokens for i in range(2)
+    )
+    np.testing.assert_array_equal(first[::2], second[::2])  # greedy
+    self.assertFalse((first[1::2] == second[1::2]).all())
+
   def shelf(self, surprise=0.0, anchors=3):
     return Shelf(
       sorted((self.work / "text").glob("???.npz")),
