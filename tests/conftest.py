@@ -1,5 +1,7 @@
 """Prints at the end of a run what the tests noted, in whichever process."""
 
+import pytest
+
 from tests import notes
 
 
@@ -8,16 +10,10 @@ def pytest_sessionfinish(session):
     session.config.workeroutput["notes"] = notes.lines
 
 
-class Collected:
-  """Takes over what the processes of a distributed run noted."""
-
-  def pytest_testnodedown(self, node):
-    notes.lines += getattr(node, "workeroutput", {}).get("notes", [])
-
-
-def pytest_configure(config):
-  if config.pluginmanager.hasplugin("dsession"):
-    config.pluginmanager.register(Collected())
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+  """A process of a distributed run has ended."""
+  notes.lines += getattr(node, "workeroutput", {}).get("notes", [])
 
 
 def pytest_terminal_summary(terminalreporter):
