@@ -15,6 +15,4 @@ say "ruff format --check"
 say "pyrefly check"
 "$VENV_PYTHON" -m pyrefly check --python-interpreter-path "$VENV_PYTHON"
 say "pytest"
-# A process keeps every executable that its tests compile, each in memory maps of
-# its own, of which Linux allows 65,530: one process for all tests can run out.
 exec "$VENV_PYTHON" -m pytest --numprocesses=2 --dist=loadfile "$@"

@@ -1,8 +1,23 @@
 """Prints at the end of a run what the tests noted, in whichever process."""
 
+import pathlib
+
+import jax
 import pytest
 
 from tests import notes
+
+MAPS = 40_000
+"""Memory maps of this process at which its executables are given up. Each has
+some of its own, and XLA crashes where Linux allows no more (65,530)."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_executables():
+  yield
+  maps = pathlib.Path("/proc/self/maps")
+  if maps.exists() and len(maps.read_bytes().splitlines()) > MAPS:
+    jax.clear_caches()
 
 
 def pytest_sessionfinish(session):
