@@ -83,12 +83,26 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
         )
 
 
-def check_nodes(kernels: Kernels, nodes: int) -> None:
-  """Refuses a verify pass of more nodes than a kernel takes."""
+def check_passes(kernels: Kernels, nodes: int, prefill_chunk: int) -> None:
+  """Refuses passes that would take the wrong implementation.
+
+  Args:
+    nodes: of a verify pass at most.
+    prefill_chunk: tokens of a pass over prompt or scored text.
+
+  Raises:
+    SpecPilotError: more nodes than a kernel takes; chunks of one token, which
+      would be computed by the kernels that scoring is to judge.
+  """
   limit = max(gdn_verify.TILES)
   if kernels.gdn_verify != "reference" and nodes > limit:
     raise SpecPilotError(
       f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"
+    )
+  if kernels != dispatch.REFERENCE and prefill_chunk == 1:
+    raise SpecPilotError(
+      "prefill_chunk must be at least 2 with kernels other than the"
+      " references, which compute prompts and scores"
     )
 
 

@@ -142,6 +142,15 @@ class EngineTest(parameterized.TestCase):
           max_seq_len=128,
         )
 
+  def test_scores_are_the_references(self):
+    for chosen in ("gdn_decode", "add_norm"):
+      own = target(kernels_lib.parse(f"{chosen}=interpret"))
+      with pytest.raises(
+        SpecPilotError, match="prefill_chunk must be at least"
+      ):
+        Engine(own, max_seq_len=128, prefill_chunk=1)
+    Engine(target(REFERENCE), max_seq_len=128, prefill_chunk=1)
+
 
 class ChoiceTest(parameterized.TestCase):
   @parameterized.parameters(
