@@ -1,9 +1,9 @@
 """Records lattices along given outputs, with the engine's own functions.
 
-Prompt and output are teacher-forced through the target in chunks, as in
-prefill. At every output position the drafter drafts from exactly the committed
-tokens before it, then takes the next one in: all positions of a chunk are one
-scan in one executable.
+The passes of the run that wrote an output are repeated: each verifies what the
+output says next and commits what that run's pass committed, so that the drafter
+reads taps rounded as they were then. At every output position it drafts from
+exactly the committed tokens before it; one executable records a pass.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class Session:
     self._reset = jax.jit(self.fns.reset, donate_argnums=0)
     self.prefill = jax.jit(self.fns.prefill, donate_argnums=1)
     self.step = jax.jit(self.fns.step, donate_argnums=1)
-    self._record = jax.jit(self._record_chunk, donate_argnums=1)
+    self._record = jax.jit(self._record_pass, donate_argnums=1)
 
   def request(self, sampling: sampling_lib.SamplingParams) -> step_lib.Request:
     """Settings of a request that no stop id ends."""
@@ -104,33 +104,46 @@ class Session:
       chunk[: len(part)] = part
       yield chunk, np.int32(len(part))
 
-  def _record_chunk(self, params, carry, tokens, count):
+  def _record_pass(self, params, carry, tokens, count, emitted):
+    """The lattices before and inside one pass of the run, then its commit.
+
+    Args:
+      tokens: the anchor and what follows it [1 + num_drafts].
+      count: those that are known.
+      emitted: tokens that the pass committed.
+
+    Returns:
+      The carry behind the pass; lattices stacked over `tokens`, those of the
+      first `emitted` filled in.
+    """
     drafter = self.drafter
     assert drafter is not None
     model = nnx.merge(self.fns.graphdef, params[0])
-    nodes = state_lib.run_of(tokens, count, prefill=True)
+    nodes = state_lib.run_of(tokens, count, prefill=False)
     out = model(nodes, carry.target, drafter.taps)
     start = carry.target.length
 
-    def row(context, i):
-      position = start + i
-      lattice = drafter.draft(params[1], context, tokens[i], position)
-      context = drafter.extend(
-        params[1],
-        context,
-        jax.lax.dynamic_slice_in_dim(tokens, i, 1),
-        jax.lax.dynamic_slice_in_dim(out.taps, i, 1),
-        position,
-        (i < count).astype(jnp.int32),
+    def context(committed):
+      return drafter.extend(
+        params[1], carry.drafter, tokens, out.taps, start, committed
       )
-      return context, lattice
 
-    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    context, recorded = jax.lax.scan(row, carry.drafter, index)
+    def draft(i):
+      return drafter.draft(params[1], context(i), tokens[i], start + i)
+
+    def row(i, recorded):
+      return jax.tree.map(lambda x, one: x.at[i].set(one), recorded, draft(i))
+
+    shapes = jax.eval_shape(draft, jnp.zeros((), jnp.int32))
+    empty = jax.tree.map(
+      lambda x: jnp.zeros((tokens.shape[0], *x.shape), x.dtype), shapes
+    )
+    recorded = jax.lax.fori_loop(0, emitted, row, empty)
+    path = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     carry = dataclasses.replace(
       carry,
-      target=commit(carry.target, out.stash, index, nodes.count),
-      drafter=context,
+      target=commit(carry.target, out.stash, path, emitted),
+      drafter=context(emitted),
     )
     return carry, recorded
 
@@ -139,16 +152,37 @@ class Session:
     request: str,
     prompt: Sequence[int],
     output: Sequence[int],
+    emitted: Sequence[int],
     *,
     looped: bool,
   ) -> lattices.Recording:
-    """The lattices along an output, on the host."""
+    """The lattices along an output, on the host.
+
+    Args:
+      emitted: tokens of each pass of the run that wrote the output.
+
+    Raises:
+      SpecPilotError: passes that do not make up the output, or one of more
+        tokens than this session verifies.
+    """
+    size = 1 + self.num_drafts
+    if sum(emitted) != len(output) or not all(0 < e <= size for e in emitted):
+      raise SpecPilotError(
+        f"request {request}: {len(output)} tokens in passes of"
+        f" {list(emitted)}; a pass has 1 to {size}"
+      )
     carry = self.start(prompt)
-    parts = []
     # The drafter never sees the last token: nothing is drafted after it.
-    for chunk, count in self._chunks([prompt[-1], *output[:-1]]):
-      carry, lattice = self._record(self.params, carry, chunk, count)
-      parts.append(jax.tree.map(lambda x, c=count: x[:c], lattice))
+    known = np.asarray([prompt[-1], *output[:-1]], np.int32)
+    parts, at = [], 0
+    for taken in emitted:
+      part = known[at : at + size]
+      tokens = np.pad(part, (0, size - part.size))
+      carry, lattice = self._record(
+        self.params, carry, tokens, np.int32(part.size), np.int32(taken)
+      )
+      parts.append(jax.tree.map(lambda x, n=taken: x[:n], lattice))
+      at += taken
     parts = jax.device_get(parts)
     tokens, scores = lattices.rank(
       np.concatenate([p.tokens for p in parts]),
@@ -196,6 +230,7 @@ def record_all(
         record["request"],
         record["prompt_ids"],
         record["output_ids"],
+        record["metrics"]["emitted_per_step"],
         looped=record["finish_reason"] == metrics.LOOP,
       )
     )

@@ -62,7 +62,11 @@ class ReplayTest(kit.Float64TestCase):
         )
         if drafts is None:
           self.kept[temperature, seed] = session.record(
-            str(seed), prompt, out.token_ids, looped=False
+            str(seed),
+            prompt,
+            out.token_ids,
+            out.metrics.emitted_per_step,
+            looped=False,
           )
         recorded = self.kept[temperature, seed]
         # The matching rule: fewer drafts, the same tokens.
@@ -93,6 +97,14 @@ class ReplayTest(kit.Float64TestCase):
         chain = replay.Chain(drafter.num_slots).accepted(recorded, at)
         tree = replay.BestFirst(32).accepted(recorded, at)
         self.assertGreaterEqual(tree, chain)
+
+  def test_passes_that_are_no_passes_of_the_output(self):
+    target = kit.build(kit.hybrid(vocab_size=7), "float64")
+    session = self.session(target, PromptLookup(5), 96)
+    for emitted in ((2, 2), (0, 3), (7,)):
+      output = [1] * max(3, emitted[0])
+      with self.assertRaisesRegex(SpecPilotError, "passes of .* 1 to 6"):
+        session.record("a", [1, 2], output, emitted, looped=False)
 
   def test_prompt_lookup(self):
     """Slots without drafts, and prompts of one token."""
