@@ -1,0 +1,151 @@
+"""W12: a bfloat16 matrix in 12 bits a weight, without losing one of them.
+
+Every row has a window of 15 exponents. A weight inside it is sign, 4-bit code
+(1 to 15) and 7-bit mantissa; code 0 is a signed zero; any other weight stands
+as it is in the row's sparse list, with a zero in its place. The sign, the code
+and the upper three bits of the mantissa are a byte: the *view*, a coarser
+matrix inside the exact one. The other four bits are apart.
+
+A kernel decodes the four rows p, P + p, 2 P + p and 3 P + p at once (P is a
+quarter of the rows), from lanes of 16 bits that hold their parts. Nothing else
+touches the planes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Int, Int32, UInt8, UInt16
+
+WINDOW = 15
+"""Exponents of a row that have a code."""
+
+MIN_BASE, MAX_BASE = 1, 240
+"""Lowest exponent field of a window: all of it is of normal numbers, and the
+row's scale 2^(base - 113) is one in float32."""
+
+SCALE_OFFSET = 14
+"""A decoded tile holds 2^(code - 15) for code; base + 14 is the exponent field
+of the float32 that makes it the weight."""
+
+MIDPOINT = 8
+"""Lower four bits of the mantissa in the view, which would be 4 % low without
+them."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class W12Array:
+  """A matrix [O, I] in W12; rows are padded to a multiple of four.
+
+  Attributes:
+    view01: view bytes of rows p (low half of a lane) and P + p (high half).
+    view23: those of rows 2 P + p and 3 P + p.
+    low: lower mantissa bits: of row p in bits 0 to 3, of P + p in bits 4 to 7,
+      and so on.
+    base: exponent field of code 1 in each row.
+    row_start: entries row_start[r] to row_start[r + 1] of the lists are row
+      r's, in the order of their columns.
+    columns, values: of weights outside the window, never none: what lies
+      behind the last row's end fills up.
+    shape: O and I.
+  """
+
+  view01: UInt16[Array, "P I"]
+  view23: UInt16[Array, "P I"]
+  low: UInt16[Array, "P I"]
+  base: UInt8[Array, " R"]
+  row_start: Int32[Array, " R1"]
+  columns: Int32[Array, " n"]
+  values: BFloat16[Array, " n"]
+  shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Of the matrix."""
+    return jnp.dtype(jnp.bfloat16)
+
+  @property
+  def ndim(self) -> int:
+    return 2
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of all parts."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+def bits(code: Int[Array, "..."], base: Int[Array, "..."]) -> Array:
+  """The bfloat16 patterns of 12-bit codes, uint16.
+
+  Args:
+    code: sign, exponent code, mantissa: bits 11, 10 to 7, 6 to 0.
+    base: exponent field of code 1.
+  """
+  sign, exponent, mantissa = code >> 11, (code >> 7) & 15, code & 127
+  normal = ((exponent + base - 1) << 7) | mantissa
+  return ((sign << 15) | jnp.where(exponent > 0, normal, 0)).astype(jnp.uint16)
+
+
+def codes(w: W12Array, *, view: bool = False) -> Int32[Array, "R I"]:
+  """The 12-bit codes of all rows, those that pad included.
+
+  Args:
+    view: the view's, with the midpoint as lower mantissa bits.
+  """
+  high = [x.astype(jnp.int32) for x in (w.view01, w.view23)]
+  byte = jnp.concatenate([y for x in high for y in (x & 255, x >> 8)])
+  if view:
+    low = jnp.where((byte >> 3) & 15 > 0, MIDPOINT, 0)
+  else:
+    parts = w.low.astype(jnp.int32)
+    low = jnp.concatenate([(parts >> (4 * i)) & 15 for i in range(4)])
+  return (byte << 4) | low
+
+
+def decode(w: W12Array) -> BFloat16[Array, "O I"]:
+  """The matrix, bit for bit."""
+  dense = bits(codes(w), w.base[:, None].astype(jnp.int32))
+  rows = _rows_of_entries(w)
+  exact = lax.bitcast_convert_type(w.values, jnp.uint16)
+  # What fills the lists up has a row behind the last and is dropped.
+  dense = dense.at[rows, w.columns].set(exact, mode="drop")
+  return lax.bitcast_convert_type(dense[: w.shape[0]], jnp.bfloat16)
+
+
+def decode_view(w: W12Array) -> BFloat16[Array, "O I"]:
+  """The view's matrix: outside the window, zero."""
+  dense = bits(codes(w, view=True), w.base[:, None].astype(jnp.int32))
+  return lax.bitcast_convert_type(dense[: w.shape[0]], jnp.bfloat16)
+
+
+def take(w: W12Array, rows: Int[Array, " N"]) -> BFloat16[Array, "N I"]:
+  """Some rows of the matrix, bit for bit; ids are clipped to the range."""
+  rows = jnp.clip(rows, 0, w.shape[0] - 1)
+  size = w.low.shape[0]
+  quarter, lane = rows // size, rows % size
+  pair = jnp.where((quarter < 2)[:, None], w.view01[lane], w.view23[lane])
+  shift = (8 * (quarter % 2))[:, None]
+  byte = (pair.astype(jnp.int32) >> shift) & 255
+  low = (w.low[lane].astype(jnp.int32) >> (4 * quarter)[:, None]) & 15
+  dense = bits((byte << 4) | low, w.base[rows][:, None].astype(jnp.int32))
+  start, end = w.row_start[rows], w.row_start[rows + 1]
+
+  def entry(i, dense):
+    at = start + i
+    column = jnp.where(at < end, w.columns[at], w.shape[1])
+    exact = lax.bitcast_convert_type(w.values[at], jnp.uint16)
+    places = jnp.arange(rows.size), column
+    return dense.at[places].set(exact, mode="drop")
+
+  longest = jnp.max(end - start, initial=0)
+  dense = lax.fori_loop(0, longest, entry, dense)
+  return lax.bitcast_convert_type(dense, jnp.bfloat16)
+
+
+def _rows_of_entries(w: W12Array) -> Int32[Array, " n"]:
+  at = jnp.arange(w.columns.size, dtype=jnp.int32)
+  found = jnp.searchsorted(w.row_start, at, side="right") - 1
+  # Behind the end of the last row stands none.
+  return jnp.where(at < w.row_start[-1], found, w.base.size).astype(jnp.int32)
