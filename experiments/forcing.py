@@ -175,7 +175,7 @@ class Forcing:
     )
     verdict["outputs"] = len(scored)
     verdict["outputs_sharing_scores"] = len(scored) + known - len(self._cache)
-    verdict["calibration_file"] = str(self.store.path)
+    verdict["calibration_file"] = self.store.path.name
     if self.keep:
       try:
         self.store.save(name, new)

@@ -135,10 +135,17 @@ def _path(text: str | None) -> Path | None:
 
 
 def _flag_values() -> dict[str, str]:
-  """Every flag of this file as text, for the record."""
+  """Every flag of this file as text, for the record.
+
+  All but the folder of the run, which is where the record lies.
+  """
   module = flags.FLAGS.find_module_defining_flag(_JOB.name) or ""
   own = flags.FLAGS.flags_by_module_dict()[module]
-  return {flag.name: str(flag.value) for flag in own if flag.value is not None}
+  return {
+    flag.name: str(flag.value)
+    for flag in own
+    if flag.value is not None and flag.name != _OUTPUT_DIR.name
+  }
 
 
 def main() -> None:

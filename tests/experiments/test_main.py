@@ -50,6 +50,8 @@ def test_result(finished):
   assert result["systems"]["candidate"]["options"]["num_drafts"] == "3"
   assert len(result["systems"]["candidate"]["acceptance"]["histogram"]) <= 4
   assert result["recompiles"] == 0
+  # A result does not say where it lies.
+  assert str(finished) not in json.dumps(result)
   assert result["prompts"]["turns"] == 1
   assert result["cost_model"] is None and result["trials"] == []
 
