@@ -24,7 +24,7 @@ class Kernels:
     gdn_verify: its nodes of a tree (`gdn_verify.verify`).
     gdn_commit: its state after an accepted path (`gdn_commit.commit`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
-    matvec: a target's weights times one row (`matvec.matvec`, `.swiglu`).
+    w12_matmul: rows times weights in W12 (`w12_matmul.matmul`).
     add_norm: its residual sums and their norms (`add_norm.add_norm`).
   """
 
@@ -32,7 +32,7 @@ class Kernels:
   gdn_verify: Implementation = "reference"
   gdn_commit: Implementation = "reference"
   tree_attention: Implementation = "reference"
-  matvec: Implementation = "reference"
+  w12_matmul: Implementation = "reference"
   add_norm: Implementation = "reference"
 
   @classmethod

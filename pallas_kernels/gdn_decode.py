@@ -16,7 +16,9 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import dispatch, gated_delta
 
-COLUMNS, NUM_WARPS = 64, 4
+COLUMNS, NUM_WARPS = 16, 2
+"""Of a value head's state per program. On an H200, 48 heads of 128 x 128: 5.5
+us; 32 columns 5.7, 64 with 4 warps 6.1, 128 with 8 warps 10.0."""
 
 
 def decode(

@@ -90,8 +90,9 @@ def tree_attention(
 BLOCK = 64
 """Rows of the prefix that a program reads at a time."""
 
-PROGRAMS = 128
-"""About one per multiprocessor: the prefix is cut so that so many run."""
+PROGRAMS = 64
+"""The prefix is cut so that so many run. On an H200, 24 heads of 256 over 1,024
+rows: 7.4 us with one node and 12.9 with 16; with twice as many 8.2 and 15.3."""
 
 
 ROWS = 128

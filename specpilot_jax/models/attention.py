@@ -31,10 +31,10 @@ class Attention(nnx.Module):
       self.q_rows + 2 * kv_rows,
       dtype,
       rngs,
-      kernels.matvec,
+      kernels.w12_matmul,
     )
     self.o_proj = layers.Linear(
-      q_rows, config.hidden_size, dtype, rngs, kernels.matvec
+      q_rows, config.hidden_size, dtype, rngs, kernels.w12_matmul
     )
     if config.qk_norm:
       for name in ("q_norm", "k_norm"):

@@ -65,7 +65,7 @@ class DecoderLayer(nnx.Module):
       config.intermediate_size,
       dtype,
       rngs,
-      kernels.matvec,
+      kernels.w12_matmul,
     )
 
   def __call__(self, x, delta, nodes, positions, state, length):
@@ -98,7 +98,7 @@ class Target(nnx.Module):
     self.kernels = kernels
     self.dtype = jnp.dtype(dtype)
     self.embed = layers.Embedding(
-      config.vocab_size, config.hidden_size, dtype, rngs, kernels.matvec
+      config.vocab_size, config.hidden_size, dtype, rngs, kernels.w12_matmul
     )
     self.layers = nnx.List(
       [
@@ -115,7 +115,7 @@ class Target(nnx.Module):
     )
     if not config.tie_embeddings:
       self.lm_head = layers.Embedding(
-        config.vocab_size, config.hidden_size, dtype, rngs, kernels.matvec
+        config.vocab_size, config.hidden_size, dtype, rngs, kernels.w12_matmul
       )
 
   def __call__(

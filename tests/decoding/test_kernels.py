@@ -15,8 +15,8 @@ from pallas_kernels import (
   gdn_commit,
   gdn_decode,
   gdn_verify,
-  matvec,
   tree_attention,
+  w12_matmul,
 )
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import kernels as kernels_lib
@@ -40,8 +40,8 @@ FUNCTIONS = {
   "gdn_verify": (gdn_verify, "_verify_kernel"),
   "gdn_commit": (gdn_commit, "_commit_kernel"),
   "tree_attention": (tree_attention, "_tree_attention_kernel"),
-  "matvec": (matvec, "_matvec_kernel"),
   "add_norm": (add_norm, "_add_norm_kernel"),
+  "w12_matmul": (w12_matmul, "partial_sums"),
 }
 
 
@@ -116,9 +116,6 @@ class EngineTest(parameterized.TestCase):
       expected[operation] = ATTENTION_LAYERS + stock * DRAFTER.num_layers
     elif operation == "add_norm":
       expected[operation] = 2 * CONFIG.num_layers + 1
-    elif operation == "matvec":
-      # Four products per layer, and the head.
-      expected[operation] = 0 if stock else 4 * CONFIG.num_layers + 1
     elif operation in (
       ("gdn_verify", "gdn_commit") if stock else ("gdn_decode",)
     ):

@@ -1,0 +1,293 @@
+"""y = x W^T with W in W12, decoded in registers.
+
+Weights are the left operand of the tensor cores, so that what a thread decodes
+never leaves its registers; four rows share every lane that is loaded. Programs
+split the columns too, so that all of them run at once; what they sum up lies
+apart and is added in a fixed order. Programs of their own apply the sparse
+lists, in float32.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, w12_array
+from pallas_kernels.w12_array import W12Array
+
+MAX_ROWS = 128
+"""Rows of x; more are a product with the decoded matrix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How a product is cut up.
+
+  Attributes:
+    lanes: of a program; each holds four rows of W.
+    block: columns of a step.
+    num_warps, num_stages: of Triton.
+    programs: per multiprocessor that stream weights at once.
+  """
+
+  lanes: int = 64
+  block: int = 64
+  num_warps: int = 4
+  num_stages: int = 3
+  programs: int = 2
+
+
+MULTIPROCESSORS = 132
+TILES = {8: Tile(), 16: Tile(), 32: Tile(), 64: Tile(), 128: Tile(lanes=32)}
+"""By rows of x."""
+
+ENTRIES = 4
+"""Of a row's list that a program applies at a time."""
+
+
+def matmul(
+  x: Float[Array, "N I"],
+  w: W12Array,
+  *,
+  out_dtype=None,
+  view: bool = False,
+  implementation: dispatch.Implementation = "reference",
+) -> Float[Array, "N O"]:
+  """x W^T, accumulated in float32 and rounded once.
+
+  Args:
+    out_dtype: of x unless given.
+    view: multiplies the 8-bit view instead of the matrix.
+    implementation: the kernel takes bfloat16 rows; more than `MAX_ROWS` are
+      multiplied with the decoded matrix.
+  """
+  out_dtype = x.dtype if out_dtype is None else out_dtype
+  n = x.shape[0]
+  if implementation == "reference" or n > MAX_ROWS:
+    dense = w12_array.decode_view(w) if view else w12_array.decode(w)
+    return jnp.einsum(
+      "ni,oi->no",
+      x,
+      dense.astype(x.dtype),
+      precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
+      preferred_element_type=out_dtype,
+    )
+  parts = partial_sums(x, w, view=view, implementation=implementation)
+  return sum_parts(parts)[:n, : w.shape[0]].astype(out_dtype)
+
+
+def sum_parts(parts: Float[Array, "S N R"]) -> Float[Array, "N R"]:
+  """The parts in their order; XLA makes it part of what follows."""
+  total = parts[0]
+  for part in parts[1:]:
+    total = total + part
+  return total
+
+
+def rows_of(n: int) -> int:
+  """Rows that a kernel for n rows works on."""
+  return max(8, 1 << (n - 1).bit_length())
+
+
+def partial_sums(
+  x: Float[Array, "N I"],
+  w: W12Array,
+  *,
+  view: bool = False,
+  implementation: dispatch.Implementation,
+  tile: Tile | None = None,
+  expanded: Array | None = None,
+) -> Float[Array, "S N8 R"]:
+  """What the programs sum up: rows of x and of W are padded.
+
+  Args:
+    view: the 8-bit view; the sparse lists have no part in it.
+    tile: instead of the one in the table.
+    expanded: [R, I] bfloat16, what decoding is to yield (2^(base - 113) times
+      it is the weight): the same kernel without decoding, to check it.
+
+  Returns:
+    float32; the last part is that of the sparse lists, unless `view`.
+  """
+  if x.dtype != jnp.bfloat16:
+    raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
+  n = rows_of(x.shape[0])
+  x = jnp.pad(x, ((0, n - x.shape[0]), (0, 0)))
+  size, columns = w.low.shape
+  tile = tile or TILES[n]
+  tile = dataclasses.replace(
+    tile,
+    lanes=min(tile.lanes, 1 << (size.bit_length() - 1)),
+    block=math.gcd(columns, tile.block),
+  )
+  if tile.block < 16 or tile.lanes < 16:
+    raise ValueError(f"w12_matmul's kernel does not take W of {w.shape}")
+  steps = columns // tile.block
+  tiles = pl.cdiv(size, tile.lanes)
+  splits = max(1, min(steps, MULTIPROCESSORS * tile.programs // tiles))
+  planes = (w.view01, w.view23) if view else (w.view01, w.view23, w.low)
+  if expanded is not None:
+    planes = (expanded,)
+  lists = () if view else (w.row_start, w.columns, w.values)
+  program = functools.partial(
+    _program,
+    tile=tile,
+    steps=steps,
+    splits=splits,
+    size=size,
+    planes=len(planes),
+    assembly=implementation == "triton",
+  )
+  anywhere = pl.BlockSpec(memory_space=pl.ANY)
+  parts = splits + (0 if view else 1)
+  return pl.pallas_call(
+    program,
+    grid=(tiles, splits + (0 if view else 4)),
+    in_specs=[anywhere] * (2 + len(planes) + len(lists)),
+    out_specs=anywhere,
+    out_shape=jax.ShapeDtypeStruct((parts, n, 4 * size), jnp.float32),
+    compiler_params=pltriton.CompilerParams(
+      num_warps=tile.num_warps, num_stages=tile.num_stages
+    ),
+    interpret=implementation == "interpret",
+    name="w12_view" if view else "w12_matmul",
+  )(x, w.base, *planes, *lists)
+
+
+def _program(
+  x_ref, base_ref, *refs, tile, steps, splits, size, planes, assembly
+):
+  plane_refs, list_refs, out_ref = refs[:planes], refs[planes:-1], refs[-1]
+  # The last program overlaps the one before and writes the same again.
+  first = jnp.minimum(pl.program_id(0) * tile.lanes, size - tile.lanes)
+  split = pl.program_id(1)
+
+  def stream():
+    _stream(
+      x_ref, base_ref, plane_refs, out_ref, first, split,
+      tile=tile, steps=steps, splits=splits, size=size, assembly=assembly,
+    )  # fmt: skip
+
+  if not list_refs:
+    stream()
+    return
+  pl.when(split < splits)(stream)
+
+  @pl.when(split >= splits)
+  def _():
+    row = (split - splits) * size + first
+    _sparse(x_ref, list_refs, out_ref, row, splits, tile.lanes)
+
+
+def _stream(
+  x_ref, base_ref, plane_refs, out_ref, first, split,
+  *, tile, steps, splits, size, assembly,
+):  # fmt: skip
+  """Sums up four times `lanes` rows over a range of columns."""
+  lanes = pl.ds(first, tile.lanes)
+
+  def step(k, totals):
+    at = pl.ds(k * tile.block, tile.block)
+    x = x_ref[:, at]
+    if len(plane_refs) == 1:
+      weights = [
+        plane_refs[0][pl.ds(q * size + first, tile.lanes), at] for q in range(4)
+      ]
+    else:
+      parts = [ref[lanes, at] for ref in plane_refs]
+      unpack = _unpack_assembly if assembly else _unpack
+      weights = [unpack(q, *parts) for q in range(4)]
+    return [
+      total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
+      for total, weight in zip(totals, weights, strict=True)
+    ]
+
+  zeros = jnp.zeros((tile.lanes, x_ref.shape[0]), jnp.float32)
+  totals = lax.fori_loop(
+    split * steps // splits, (split + 1) * steps // splits, step, [zeros] * 4
+  )
+  for q, total in enumerate(totals):
+    rows = pl.ds(q * size + first, tile.lanes)
+    exponent = base_ref[rows].astype(jnp.int32) + w12_array.SCALE_OFFSET
+    scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    out_ref[split, :, rows] = (total * scale[:, None]).T
+
+
+def _sparse(x_ref, list_refs, out_ref, row, part, lanes):
+  """Sums up what `lanes` rows have in their lists."""
+  start_ref, column_ref, value_ref = list_refs
+  n = x_ref.shape[0]
+  rows = row + jnp.arange(lanes)
+  start, end = start_ref[rows], start_ref[rows + 1]
+  each = jnp.arange(n)[:, None, None]
+
+  def entries(i, total):
+    at = start[:, None] + (i * ENTRIES + jnp.arange(ENTRIES))[None, :]
+    live = at < end[:, None]
+    column = pltriton.load(column_ref.at[at], mask=live, other=0)
+    value = pltriton.load(value_ref.at[at], mask=live, other=0)
+    live = jnp.broadcast_to(live[None], (n, lanes, ENTRIES))
+    x = pltriton.load(x_ref.at[each, column[None]], mask=live, other=0)
+    product = x.astype(jnp.float32) * value.astype(jnp.float32)[None]
+    # What is no entry adds nothing, even to an infinity.
+    return total + jnp.where(live, product, 0.0).sum(axis=2)
+
+  longest = jnp.max(end - start)
+  total = lax.fori_loop(
+    0, pl.cdiv(longest, ENTRIES), entries, jnp.zeros((n, lanes), jnp.float32)
+  )
+  out_ref[part, :, pl.ds(row, lanes)] = total
+
+
+def _unpack(q, *parts):
+  """Row q of every lane times 2^(113 - base), bfloat16."""
+  byte = parts[q // 2].astype(jnp.int32) >> (8 * (q % 2))
+  low = w12_array.MIDPOINT
+  if len(parts) == 3:
+    low = (parts[2].astype(jnp.int32) >> (4 * q)) & 15
+  # Exponent field 0 is below the normal numbers, as in bfloat16.
+  sign, rest = (byte & 128) << 8, ((byte & 127) << 4) | low
+  pattern = (sign | rest).astype(jnp.uint16)
+  value = lax.bitcast_convert_type(pattern, jnp.bfloat16)
+  return (value.astype(jnp.float32) * 2.0**112).astype(jnp.bfloat16)
+
+
+def _unpack_assembly(q, *parts):
+  """The same for two lanes at a time."""
+  pair, low = parts[q // 2], parts[2:]
+  # Sign and field, both in place; then the lower mantissa, then the factor.
+  lines = (
+    ["shr.b32 a, $1, 4;", "lop3.b32 b, $1, 0x80008000, 0, 0xc0;"]
+    if q % 2
+    else [
+      "shl.b32 a, $1, 4;",
+      "shl.b32 b, $1, 8;",
+      "and.b32 b, b, 0x80008000;",
+    ]
+  )
+  lines.append("lop3.b32 a, a, 0x07f007f0, b, 0xea;")  # (a & c) | b
+  if low:
+    source = "$2"
+    if q:
+      lines.append(f"shr.b32 b, $2, {4 * q};")
+      source = "b"
+    lines.append(f"lop3.b32 a, {source}, 0x000f000f, a, 0xea;")
+  else:
+    lines.append("or.b32 a, a, 0x00080008;")
+  lines.append("mov.b32 b, 0x77807780;")  # 2^112, twice.
+  lines.append("mul.rn.bf16x2 $0, a, b;")
+  body = " ".join(lines)
+  (out,) = pltriton.elementwise_inline_asm(
+    "{ .reg .b32 a, b; " + body + " }",
+    args=[pair, *low],
+    constraints=",".join(["=r"] + ["r"] * (1 + len(low))),
+    pack=2,
+    result_shape_dtypes=[jax.ShapeDtypeStruct(pair.shape, jnp.bfloat16)],
+  )
+  return out
