@@ -9,6 +9,7 @@ lists, in float32.
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -33,17 +34,17 @@ class Tile:
     lanes: of a program; each holds four rows of W.
     block: columns of a step.
     num_warps, num_stages: of Triton.
-    programs: per multiprocessor that stream weights at once.
+    shares: of the columns that each program of a row tile gets, in this order;
+      the longest first, so that the short ones fill what is left over.
   """
 
   lanes: int = 64
   block: int = 64
   num_warps: int = 4
   num_stages: int = 3
-  programs: int = 2
+  shares: tuple[int, ...] = (1, 1, 1, 1)
 
 
-MULTIPROCESSORS = 132
 TILES = {8: Tile(), 16: Tile(), 32: Tile(), 64: Tile(), 128: Tile(lanes=32)}
 """By rows of x."""
 
@@ -130,7 +131,8 @@ def partial_sums(
     raise ValueError(f"w12_matmul's kernel does not take W of {w.shape}")
   steps = columns // tile.block
   tiles = pl.cdiv(size, tile.lanes)
-  splits = max(1, min(steps, MULTIPROCESSORS * tile.programs // tiles))
+  edges = _edges(steps, tile.shares)
+  splits = len(edges) - 1
   planes = (w.view01, w.view23) if view else (w.view01, w.view23, w.low)
   if expanded is not None:
     planes = (expanded,)
@@ -138,8 +140,7 @@ def partial_sums(
   program = functools.partial(
     _program,
     tile=tile,
-    steps=steps,
-    splits=splits,
+    edges=edges,
     size=size,
     planes=len(planes),
     assembly=implementation == "triton",
@@ -160,34 +161,31 @@ def partial_sums(
   )(x, w.base, *planes, *lists)
 
 
-def _program(
-  x_ref, base_ref, *refs, tile, steps, splits, size, planes, assembly
-):
+def _program(x_ref, base_ref, *refs, tile, edges, size, planes, assembly):
   plane_refs, list_refs, out_ref = refs[:planes], refs[planes:-1], refs[-1]
   # The last program overlaps the one before and writes the same again.
   first = jnp.minimum(pl.program_id(0) * tile.lanes, size - tile.lanes)
-  split = pl.program_id(1)
-
-  def stream():
-    _stream(
-      x_ref, base_ref, plane_refs, out_ref, first, split,
-      tile=tile, steps=steps, splits=splits, size=size, assembly=assembly,
-    )  # fmt: skip
-
+  part = pl.program_id(1)
+  stream = functools.partial(
+    _stream, x_ref, base_ref, plane_refs, out_ref, first,
+    tile=tile, edges=edges, size=size, assembly=assembly,
+  )  # fmt: skip
   if not list_refs:
-    stream()
+    stream(part)
     return
-  pl.when(split < splits)(stream)
 
-  @pl.when(split >= splits)
+  # First, so that nobody waits for them in the end.
+  @pl.when(part < 4)
   def _():
-    row = (split - splits) * size + first
-    _sparse(x_ref, list_refs, out_ref, row, splits, tile.lanes)
+    row = part * size + first
+    _sparse(x_ref, list_refs, out_ref, row, len(edges) - 1, tile.lanes)
+
+  pl.when(part >= 4)(lambda: stream(part - 4))
 
 
 def _stream(
   x_ref, base_ref, plane_refs, out_ref, first, split,
-  *, tile, steps, splits, size, assembly,
+  *, tile, edges, size, assembly,
 ):  # fmt: skip
   """Sums up four times `lanes` rows over a range of columns."""
   lanes = pl.ds(first, tile.lanes)
@@ -210,13 +208,28 @@ def _stream(
 
   zeros = jnp.zeros((tile.lanes, x_ref.shape[0]), jnp.float32)
   totals = lax.fori_loop(
-    split * steps // splits, (split + 1) * steps // splits, step, [zeros] * 4
+    _select(edges[:-1], split), _select(edges[1:], split), step, [zeros] * 4
   )
   for q, total in enumerate(totals):
     rows = pl.ds(q * size + first, tile.lanes)
     exponent = base_ref[rows].astype(jnp.int32) + w12_array.SCALE_OFFSET
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     out_ref[split, :, rows] = (total * scale[:, None]).T
+
+
+def _edges(steps: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+  """Where each share of the steps begins, and the end; none is empty."""
+  ends = [steps * s // sum(shares) for s in itertools.accumulate(shares)]
+  return (0, *sorted({e for e in ends if e}))
+
+
+def _select(values: tuple[int, ...], index):
+  """values[index] of rising values, inside a kernel."""
+  out = jnp.int32(values[0])
+  for i in range(1, len(values)):
+    step = values[i] - values[i - 1]
+    out = out + jnp.where(index >= i, step, 0)
+  return out
 
 
 def _sparse(x_ref, list_refs, out_ref, row, part, lanes):
