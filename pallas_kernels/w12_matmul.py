@@ -227,8 +227,7 @@ def _select(values: tuple[int, ...], index):
   """values[index] of rising values, inside a kernel."""
   out = jnp.int32(values[0])
   for i in range(1, len(values)):
-    step = values[i] - values[i - 1]
-    out = out + jnp.where(index >= i, step, 0)
+    out = jnp.where(index >= i, jnp.int32(values[i]), out)
   return out
 
 
