@@ -7,6 +7,7 @@ arithmetic. A second thread gained nothing where that was measured.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -107,16 +108,16 @@ def encode(weight: np.ndarray) -> W12Array:
     columns, values = np.zeros(1, np.int32), np.zeros(1, np.uint16)
   row_start = np.zeros(4 * lanes + 1, np.int32)
   np.cumsum(counts.ravel(), out=row_start[1:])
-  return W12Array(
-    view01=view01,
-    view23=view23,
-    low=low,
-    base=base.ravel(),
-    row_start=row_start,
-    columns=columns,
-    values=values.view(ml_dtypes.bfloat16),
-    shape=(rows, width),
-  )
+  leaves: dict[str, Any] = {
+    "view01": view01,
+    "view23": view23,
+    "low": low,
+    "base": base.ravel(),
+    "row_start": row_start,
+    "columns": columns,
+    "values": values.view(ml_dtypes.bfloat16),
+  }
+  return W12Array(**leaves, shape=(rows, width))
 
 
 def decode(w: W12Array) -> np.ndarray:

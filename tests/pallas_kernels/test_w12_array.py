@@ -1,5 +1,7 @@
 """What plain JAX makes of W12 planes: the matrix, its rows, its view."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -82,18 +84,12 @@ class W12ArrayTest(parameterized.TestCase):
   def test_fill_is_dropped(self):
     """Whatever stands behind the end of the last row."""
     matrix = w12_matrices.adversarial()["one_far"]
-    w = w12.encode(matrix)
-    w = w12_array.W12Array(
-      w.view01,
-      w.view23,
-      w.low,
-      w.base,
-      w.row_start,
-      np.append(w.columns, np.int32(2)),
-      np.append(w.values, ml_dtypes.bfloat16(7)),
-      w.shape,
+    w = on_device(matrix)
+    w = dataclasses.replace(
+      w,
+      columns=jnp.append(w.columns, 2),
+      values=jnp.append(w.values, jnp.bfloat16(7)),
     )
-    w = jax.tree.map(jnp.asarray, w)
     np.testing.assert_array_equal(bits(decode(w)), bits(matrix))
     np.testing.assert_array_equal(bits(take(w, jnp.arange(7))), bits(matrix))
 
