@@ -132,6 +132,15 @@ class W12Test(parameterized.TestCase):
       assert_same_bits(w12.decode(w), other)
       assert_same_arrays(w, w12.encode(np.ascontiguousarray(other)))
 
+  def test_some_rows(self):
+    matrix = np.concatenate(list(ADVERSARIAL.values()))
+    w = w12.encode(matrix)
+    quarter = -(-len(matrix) // 4)
+    for first, last in ((0, 1), (3, 9), (quarter - 1, 3 * quarter + 2)):
+      assert_same_bits(w12.decode(w, first, last), matrix[first:last])
+    assert_same_bits(w12.decode(w, len(matrix) - 1), matrix[-1:])
+    assert_same_bits(w12.decode(w, 5, 5), matrix[5:5])
+
   def test_lists(self):
     """Zeros are in the planes; what is listed has +0 there."""
     matrix = np.full((5, 6), 0xBF80, np.uint16)
