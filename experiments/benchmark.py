@@ -31,7 +31,7 @@ from experiments import (
 from experiments.console import Progress, number, say, table
 from experiments.cost_model import measure, sections
 from experiments.cost_model import model as cost_model
-from experiments.settings import AR, STOCK, Settings
+from experiments.settings import AR, CANDIDATE, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
 from specpilot_jax.checkpoints import widened
 from specpilot_jax.decoding.engine import Engine
@@ -106,11 +106,13 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   peaks.note("weights")
 
   def engine(drafter, name: str) -> Engine:
+    system = settings.system(name)
+    target, drafter = registry.prepare(system, model.target, drafter)
     return Engine(
-      model.target,
+      target,
       drafter=drafter,
       tokenizer=model.tokenizer,
-      system=settings.system(name),
+      system=system,
       max_seq_len=room,
       prefill_chunk=settings.prefill_chunk,
     )
@@ -348,6 +350,8 @@ def _plan(
     prefill_chunk=settings.prefill_chunk,
     drafting=drafting,
     plain=plain,
+    in_w12=CANDIDATE in settings.systems
+    and settings.system(CANDIDATE).weights == "w12",
   )
 
 

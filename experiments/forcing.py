@@ -116,6 +116,8 @@ class Forcing:
 
   def _judge(self, system: str, records, faults) -> dict[str, Any]:
     name = token_forcing.control_name(system)
+    if name not in records:
+      name = AR  # A candidate beside nothing else.
     # Requests are compared with AR's where the control was not recorded.
     beside = records.get(name) or records.get(AR, ())
     own = [*faults[system], *endings.set_faults(records[system], beside)]

@@ -62,6 +62,7 @@ def memory(
   prefill_chunk: int,
   drafting: int,
   plain: int,
+  in_w12: bool = False,
 ) -> dict[str, int]:
   """Bytes by purpose of the engines of one run.
 
@@ -71,6 +72,7 @@ def memory(
     max_seq_len, prefill_chunk: of every engine.
     drafting: engines with the drafter.
     plain: engines without one, token forcing's included.
+    in_w12: the weights are held in W12 too.
   """
   shape = dict(
     dtype=dtype, max_seq_len=max_seq_len, prefill_chunk=prefill_chunk
@@ -78,9 +80,14 @@ def memory(
   with_drafter = footprint.footprint(target, drafter, **shape)
   without = footprint.footprint(target, None, **shape)
   rows = min(prefill_chunk, max_seq_len)
+  packed = {}
+  if in_w12:
+    own = drafter if drafting else None
+    packed["weights_in_w12"] = footprint.w12_bytes(target, own)
   return {
     "target": with_drafter.target_bytes,
     "drafter": with_drafter.drafter_bytes if drafting else 0,
+    **packed,
     "keys_and_values": drafting * with_drafter.kv_cache_bytes
     + plain * without.kv_cache_bytes,
     "drafter_context": drafting * with_drafter.drafter_cache_bytes,

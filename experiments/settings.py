@@ -8,6 +8,7 @@ from pallas_kernels.dispatch import Kernels
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
 
 AR = "ar"
 STOCK = "stock"
@@ -71,7 +72,7 @@ class Settings:
         raise SpecPilotError(
           f"unknown system {name!r}; systems: {', '.join(known)}"
         )
-      if name != AR and self.drafter == "none":
+      if name == STOCK and self.drafter == "none":
         raise SpecPilotError(f"system {name} needs a drafter, not 'none'")
     if not self.systems or len(set(self.systems)) < len(self.systems):
       raise SpecPilotError("systems must name each system once, at least one")
@@ -79,6 +80,13 @@ class Settings:
       raise SpecPilotError(
         "system candidate is what --set describes: give both"
       )
+    if self.options is not None and self.drafter == "none":
+      idle = registry.needs_drafter(self.options)
+      if idle or self.options == SystemConfig():
+        raise SpecPilotError(
+          f"--set={','.join(idle)} needs a drafter, not 'none': without one"
+          " decoding is autoregressive"
+        )
     if not self.prompt_sets:
       raise SpecPilotError("prompts must name at least one set or file")
     for field, lowest in (
@@ -105,10 +113,8 @@ def default_systems(drafter: str, options: SystemConfig | None) -> list[str]:
   systems = [AR]
   if drafter != "none":
     systems.append(STOCK)
-    if options is not None:
-      systems.append(CANDIDATE)
-  elif options is not None:
-    raise SpecPilotError("--set needs a drafter: --drafter=none has no options")
+  if options is not None:
+    systems.append(CANDIDATE)
   return systems
 
 

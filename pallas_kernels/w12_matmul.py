@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, w12_array
 from pallas_kernels.w12_array import W12Array
 
-MAX_ROWS = 128
+MAX_ROWS = 64
 """Rows of x; more are a product with the decoded matrix."""
 
 

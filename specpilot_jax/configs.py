@@ -124,6 +124,7 @@ class ModelConfig:
 
 
 ACCEPTANCE_RULES = ("match", "rejection")
+WEIGHTS = ("bf16", "w12")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,12 +137,19 @@ class SystemConfig:
       above 0).
     num_drafts: drafts verified per pass at most; None verifies the drafter's
       whole block.
+    weights: `bf16` holds matrices as they were built; `w12` in 12 bits,
+      without changing a bit of them.
   """
 
   acceptance: str = "match"
   num_drafts: int | None = None
+  weights: str = "bf16"
 
   def __post_init__(self):
+    if self.weights not in WEIGHTS:
+      raise SpecPilotError(
+        f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}"
+      )
     if self.acceptance not in ACCEPTANCE_RULES:
       raise SpecPilotError(
         f"acceptance {self.acceptance!r} is not one of"

@@ -16,11 +16,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specpilot_jax.configs import ModelConfig
-from specpilot_jax.models import assembly
+from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.drafters.dflash import DFlash
+
+OUTSIDE = 1.5e-4
+"""Weights of a trained matrix outside the windows of W12: 1e-4 to 9e-4 in real
+ones, 1.45e-4 in normal ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,25 @@ def drafter_bytes(config: DrafterConfig, dtype: str) -> int:
     return DFlash(config, jnp.dtype(dtype), nnx.Rngs(0))
 
   return _bytes(assembly.structs(make).values())
+
+
+def w12_bytes(target: ModelConfig, drafter: DrafterConfig | None) -> int:
+  """The matrices of both in W12, where `OUTSIDE` of them are in lists."""
+
+  def make() -> DFlash:
+    assert drafter is not None
+    return DFlash(drafter, jnp.bfloat16, nnx.Rngs(0))
+
+  leaves = target_lib.structs(target, jnp.bfloat16)
+  own = assembly.structs(make) if drafter else {}
+  total = 0
+  for name, leaf in (*leaves.items(), *own.items()):
+    if not layers.is_matrix(name, leaf.shape):
+      continue
+    quarter = -(-leaf.shape[0] // 4)
+    lists = 6 * int(OUTSIDE * leaf.size) + 4 * (4 * quarter + 1)
+    total += 6 * quarter * leaf.shape[1] + 4 * quarter + lists
+  return total
 
 
 def state_bytes(config: ModelConfig, rows: int, dtype: str) -> tuple[int, int]:

@@ -110,6 +110,11 @@ class Engine:
     self.max_seq_len = max_seq_len
     self.prefill_chunk = prefill_chunk
     self._check(config, drafter, tokenizer)
+    if system.weights != target.weights:
+      raise SpecPilotError(
+        f"the system wants weights={system.weights}, {config.name} is in"
+        f" {target.weights}"
+      )
     # No prompt is longer, and a pass costs the memory of its whole chunk.
     self.prefill_chunk = prefill_chunk = min(prefill_chunk, max_seq_len)
     num_drafts = 0
@@ -171,8 +176,8 @@ class Engine:
         f" {config.vocab_size}"
       )
     if drafter is None:
-      for name, stock in dataclasses.asdict(SystemConfig()).items():
-        if getattr(self.system, name) != stock:
+      for name in ("acceptance", "num_drafts"):
+        if getattr(self.system, name) != getattr(SystemConfig(), name):
           raise SpecPilotError(
             f"{name}={getattr(self.system, name)} needs a drafter: without one"
             " decoding is autoregressive"

@@ -9,8 +9,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specpilot_jax.configs import ACCEPTANCE_RULES, SystemConfig
+from specpilot_jax.configs import ACCEPTANCE_RULES, WEIGHTS, SystemConfig
+from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import w12
+from specpilot_jax.models.target import Target
 
 FACTORS = ("tau", "kernel", "overhead")
 """Acceptance length, time of the kernels, time around the kernels."""
@@ -140,6 +143,14 @@ _ALL = (
     exactness="token",
     deployments=("drafter",),
   ),
+  Option(
+    name="weights",
+    summary="how matrices are held: w12 is 12 bits a weight, bit for bit the"
+    " same values",
+    domain=Choice(values=WEIGHTS),
+    factor="kernel",
+    exactness="token",
+  ),
 )
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _ALL}
 
@@ -211,3 +222,27 @@ def changed(system: SystemConfig) -> dict[str, str]:
   """The options of a system that are not stock's."""
   names = [n for n, o in OPTIONS.items() if getattr(system, n) != o.default]
   return assignments(system, only=names)
+
+
+def needs_drafter(system: SystemConfig) -> list[str]:
+  """The changed options of a system that do nothing without a drafter."""
+  return [n for n in changed(system) if "drafter" in OPTIONS[n].deployments]
+
+
+def prepare(
+  system: SystemConfig, target: Target, drafter: Drafter | None
+) -> tuple[Target, Drafter | None]:
+  """Target and drafter as a system wants them; the same where it wants nothing.
+
+  Raises:
+    SpecPilotError: weights that W12 does not hold.
+  """
+  if system.weights == target.weights:
+    return target, drafter
+  if system.weights != "w12":
+    raise SpecPilotError(
+      f"{target.config.name} is in {target.weights}, a system with"
+      f" weights={system.weights} cannot be made of it"
+    )
+  target = w12.target(target)
+  return target, w12.drafter(drafter, target)

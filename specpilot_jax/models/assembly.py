@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping
 import jax
 from flax import nnx
 
+from pallas_kernels.w12_array import W12Array
 from specpilot_jax.errors import SpecPilotError
+
+Leaf = jax.Array | W12Array
 
 
 def _flat(state) -> dict[str, nnx.Variable]:
@@ -27,10 +30,10 @@ def structs(make: Callable[[], nnx.Module]) -> dict[str, jax.ShapeDtypeStruct]:
   }
 
 
-def parameters(module: nnx.Module) -> dict[str, jax.Array]:
+def parameters(module: nnx.Module) -> dict[str, Leaf]:
   """The arrays of a module, by the names of `structs`."""
   _, state = nnx.split(module)
-  return {name: leaf[...] for name, leaf in sorted(_flat(state).items())}
+  return {name: leaf.get_value() for name, leaf in sorted(_flat(state).items())}
 
 
 def check_names(
@@ -46,7 +49,7 @@ def check_names(
 
 
 def assemble[M: nnx.Module](
-  what: str, make: Callable[[], M], arrays: Mapping[str, jax.Array]
+  what: str, make: Callable[[], M], arrays: Mapping[str, Leaf]
 ) -> M:
   """The module that `make` describes, around the given arrays.
 
@@ -54,7 +57,7 @@ def assemble[M: nnx.Module](
     what: for errors.
     make: makes the module; traced for shapes only.
     arrays: of the names, shapes and dtypes of `structs(make)`; they are used
-      as they are, wherever they lie.
+      as they are, wherever they lie. Any matrix may be in W12.
 
   Raises:
     SpecPilotError: a missing or extra name, a wrong shape or dtype.
@@ -65,7 +68,9 @@ def assemble[M: nnx.Module](
   for path, leaf in nnx.to_flat_state(state):
     name = ".".join(map(str, path))
     array = arrays[name]
-    for field in ("shape", "dtype"):
+    # The values of a matrix in W12 are those of the same in bfloat16.
+    fields = ("shape",) if isinstance(array, W12Array) else ("shape", "dtype")
+    for field in fields:
       own, expected = getattr(array, field), getattr(leaf, field)
       if own != expected:
         raise SpecPilotError(

@@ -9,11 +9,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import add_norm, w12_matmul
+from pallas_kernels import add_norm, w12_array, w12_matmul
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.w12_array import W12Array
 
 _INIT = nnx.initializers.normal(0.02)
+
+Weight = Float[Array, "O I"] | W12Array
+"""A matrix, or the same in 12 bits."""
 
 
 def accumulation_dtype(dtype) -> jnp.dtype:
@@ -29,10 +32,15 @@ def exact(dtype) -> lax.Precision | None:
   return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+  """Whether a parameter is a matrix that rows are multiplied with."""
+  return len(shape) == 2 and name.endswith(".weight")
+
+
 @jax.named_scope("weights")
 def matmul(
   x: Float[Array, "N I"],
-  weight: Float[Array, "O I"] | W12Array,
+  weight: Weight,
   out_dtype=None,
   w12: Implementation = "reference",
 ) -> Float[Array, "N O"]:
@@ -41,12 +49,17 @@ def matmul(
   Args:
     x: activations; their dtype is the dtype of the result unless `out_dtype`.
     weight: [out, in], as checkpoints store it.
-    w12: implementation for weights in W12.
+    w12: implementation for weights in W12; of so many rows that no kernel
+      takes them, a product with the decoded matrix.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
   if isinstance(weight, W12Array):
-    return w12_matmul.matmul(x, weight, out_dtype=out_dtype, implementation=w12)
+    if w12 != "reference" and n <= w12_matmul.MAX_ROWS:
+      return w12_matmul.matmul(
+        x, weight, out_dtype=out_dtype, implementation=w12
+      )
+    weight = w12_array.decode(weight).astype(x.dtype)
   if n == 1 and _sums_rows(x, weight):
     acc = accumulation_dtype(x.dtype)
     products = weight.astype(acc) * x.astype(acc)
@@ -78,6 +91,13 @@ def _sums_rows(x, weight) -> bool:
   return high and x.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
 
 
+def rows(weight: Weight, index: Int[Array, " N"]) -> Float[Array, "N I"]:
+  """Some rows of a matrix; ids are clipped to the range."""
+  if isinstance(weight, W12Array):
+    return w12_array.take(weight, index)
+  return jnp.take(weight, index, axis=0, mode="clip")
+
+
 class Linear(nnx.Module):
   """y = x W^T without bias; W [out_features, in_features]."""
 
@@ -95,7 +115,7 @@ class Linear(nnx.Module):
     )
 
   def __call__(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
-    return matmul(x, self.weight[...], w12=self.w12)
+    return matmul(x, self.weight.get_value(), w12=self.w12)
 
 
 class Embedding(nnx.Module):
@@ -110,15 +130,16 @@ class Embedding(nnx.Module):
     w12: Implementation = "reference",
   ):
     self.w12 = w12
+    self.dtype = jnp.dtype(dtype)
     self.weight = nnx.Param(_INIT(rngs.params(), (vocab_size, features), dtype))
 
   def __call__(self, tokens: Int[Array, " N"]) -> Float[Array, "N D"]:
     """Rows of the given ids, all of which must be in range."""
-    return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+    return rows(self.weight.get_value(), tokens).astype(self.dtype)
 
   def attend(self, x: Float[Array, "N D"], out_dtype) -> Float[Array, "N V"]:
     """Logits of a tied head."""
-    return matmul(x, self.weight[...], out_dtype, self.w12)
+    return matmul(x, self.weight.get_value(), out_dtype, self.w12)
 
 
 class RMSNorm(nnx.Module):

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.errors import SpecPilotError
@@ -118,6 +119,12 @@ class Target(nnx.Module):
         config.vocab_size, config.hidden_size, dtype, rngs, kernels.w12_matmul
       )
 
+  @property
+  def weights(self) -> str:
+    """How its matrices are held, one of `configs.WEIGHTS`."""
+    packed = isinstance(self.embed.weight.get_value(), W12Array)
+    return "w12" if packed else "bf16"
+
   def __call__(
     self, nodes: Nodes, state: TargetState, taps: tuple[int, ...] = ()
   ) -> TargetOutput:
@@ -177,14 +184,14 @@ def parameter_shapes(config: configs.ModelConfig) -> dict[str, tuple[int, ...]]:
   }
 
 
-def parameters(target: Target) -> dict[str, Array]:
+def parameters(target: Target) -> dict[str, assembly.Leaf]:
   """The parameters of a built target, by the names of `parameter_shapes`."""
   return assembly.parameters(target)
 
 
 def assemble(
   config: configs.ModelConfig,
-  arrays: Mapping[str, Array],
+  arrays: Mapping[str, assembly.Leaf],
   dtype,
   kernels: Kernels = REFERENCE,
 ) -> Target:
@@ -192,7 +199,8 @@ def assemble(
 
   Args:
     config: the model.
-    arrays: as `structs(config, dtype)` says; not checked for NaN or infinity.
+    arrays: as `structs(config, dtype)` says, any matrix in W12 where that is
+      wanted; not checked for NaN or infinity.
     dtype: of activations and weights.
     kernels: implementations of its operations.
 

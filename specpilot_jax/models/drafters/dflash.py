@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import top_k, tree_attention
+from pallas_kernels.w12_array import W12Array
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import layers
@@ -164,10 +165,23 @@ class DFlashDrafter:
     self.vocab_size: int | None = target.config.vocab_size
     self._valid = target.config.valid_vocab
     self._attention = target.kernels.tree_attention
-    self._candidates = min(candidates, self._valid)
-    self._graphdef, state = nnx.split(model)
+    self.candidates = min(candidates, self._valid)
+    self._w12 = target.kernels.w12_matmul
+    own = nnx.merge(*nnx.split(model))
+    for _, module in nnx.iter_modules(own):
+      if isinstance(module, layers.Linear):
+        module.w12 = self._w12
+    self._graphdef, state = nnx.split(own)
     head = target.embed if target.config.tie_embeddings else target.lm_head
-    self.params: Any = (state, target.embed.weight[...], head.weight[...])
+    self.params: Any = (
+      state,
+      target.embed.weight.get_value(),
+      head.weight.get_value(),
+    )
+
+  def model(self) -> DFlash:
+    """The module, around the arrays of `params`."""
+    return nnx.merge(self._graphdef, self.params[0])
 
   def init_context(self, capacity: int) -> DFlashContext:
     c = self.config
@@ -219,7 +233,7 @@ class DFlashDrafter:
     c = self.config
     tokens = jnp.full((c.block_size,), c.mask_token_id, jnp.int32)
     tokens = tokens.at[0].set(anchor)
-    x = jnp.take(embedding, tokens, axis=0).astype(model.dtype)
+    x = layers.rows(embedding, tokens).astype(model.dtype)
     positions = position + jnp.arange(c.block_size, dtype=jnp.int32)
     everything = jnp.ones((c.block_size, c.block_size), dtype=bool)
     first = jnp.zeros((), jnp.int32)
@@ -242,11 +256,13 @@ class DFlashDrafter:
 
     hidden = model.block(x, positions, attend)[1:]
     acc = layers.accumulation_dtype(model.dtype)
-    logits = layers.matmul(hidden, head.astype(model.dtype), acc)
+    if not isinstance(head, W12Array):
+      head = head.astype(model.dtype)
+    logits = layers.matmul(hidden, head, acc, self._w12)
     real = jnp.arange(logits.shape[-1]) < self._valid
     logits = jnp.where(real, logits, -jnp.inf)
     scores, ids = top_k.top_k(
-      jax.nn.log_softmax(logits, axis=-1), self._candidates
+      jax.nn.log_softmax(logits, axis=-1), self.candidates
     )
     return Lattice(
       tokens=ids.astype(jnp.int32),

@@ -1,0 +1,79 @@
+"""Weights in W12: three quarters of the bytes, not one bit of them changed.
+
+Every matrix that is multiplied becomes a `W12Array`; what is added or scaled
+by, and the convolutions, stay as they are. Activations keep their dtype: where
+a model computes in float32 or float64, its weights must be bfloat16 values.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from pallas_kernels.w12_array import W12Array
+from specpilot_jax.checkpoints import w12_device
+from specpilot_jax.decoding.draft import Drafter
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import assembly, layers
+from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
+from specpilot_jax.models.target import Target
+
+
+def encode(name: str, weight: Array) -> W12Array:
+  """A parameter in W12, on its device.
+
+  Args:
+    name: for errors.
+    weight: [O, I] of any float dtype.
+
+  Raises:
+    SpecPilotError: a value that bfloat16 does not hold.
+  """
+  rounded = weight.astype(jnp.bfloat16)
+  changed = int((rounded.astype(weight.dtype) != weight).sum())
+  if changed:
+    raise SpecPilotError(
+      f"weights=w12: {changed} of {weight.size} values of {name!r} are not"
+      " bfloat16 ones"
+    )
+  return w12_device.encode_on_device(rounded)
+
+
+def _encoded(parameters: dict[str, assembly.Leaf]) -> dict[str, assembly.Leaf]:
+  out: dict[str, assembly.Leaf] = {}
+  for name, leaf in parameters.items():
+    if layers.is_matrix(name, leaf.shape) and not isinstance(leaf, W12Array):
+      leaf = encode(name, leaf)
+    out[name] = leaf
+  return out
+
+
+def target(model: Target) -> Target:
+  """The same target with its matrices in W12.
+
+  Raises:
+    SpecPilotError: as `encode`.
+  """
+  arrays = _encoded(target_lib.parameters(model))
+  return target_lib.assemble(model.config, arrays, model.dtype, model.kernels)
+
+
+def drafter(model: Drafter | None, target: Target) -> Drafter | None:
+  """The same drafter for a target in W12, whose embedding and head it uses.
+
+  Raises:
+    SpecPilotError: as `encode`.
+  """
+  if not isinstance(model, DFlashDrafter):
+    return model  # It has no weights.
+  own = model.model()
+  arrays = _encoded(assembly.parameters(own))
+
+  def make() -> DFlash:
+    return DFlash(own.config, own.dtype, nnx.Rngs(0))
+
+  return DFlashDrafter(
+    assembly.assemble(own.config.name, make, arrays),
+    target,
+    candidates=model.candidates,
+  )

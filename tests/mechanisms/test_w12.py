@@ -1,0 +1,155 @@
+"""Weights in W12: the same model, in engines too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from pallas_kernels.dispatch import Kernels
+from pallas_kernels.w12_array import W12Array
+from specpilot_jax import footprint, loading
+from specpilot_jax.checkpoints import w12 as codec
+from specpilot_jax.configs import SystemConfig
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.prompt_lookup import PromptLookup
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry, w12
+from specpilot_jax.models import target as target_lib
+from tests.decoding import kit
+
+PACKED = SystemConfig(weights="w12")
+PROMPT = "import numpy as np\n\ndef mean(values):\n"
+
+
+def bfloat16_values(config, seed=0):
+  """Parameters that W12 holds."""
+  return {
+    name: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float32)
+    for name, value in target_lib.random_params(config, seed).items()
+  }
+
+
+class EngineTest(kit.Float64TestCase):
+  @functools.cached_property
+  def pair(self):
+    model = loading.load_target("zoo", "float64")
+    return model, loading.make_drafter("dflash", model.target)
+
+  def test_same_tokens_and_states(self):
+    """Stock in W12, sampled and greedy: every bit of the carry."""
+    model, drafter = self.pair
+    assert model.tokenizer is not None
+    prompt = model.tokenizer.encode(PROMPT)
+    packed = registry.prepare(PACKED, model.target, drafter)
+    self.assertEqual(packed[0].weights, "w12")
+    sampling = [
+      SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True)
+      for t in (0.0, 1.0)
+    ]
+
+    def run(target, drafter, system):
+      engine = Engine(
+        target, drafter=drafter, system=system, max_seq_len=96, prefill_chunk=16
+      )
+      outputs = [engine.generate(prompt, s) for s in sampling]
+      told = [(o.token_ids, o.metrics.emitted_per_step) for o in outputs]
+      return told, engine._carry
+
+    plain, carry = run(model.target, drafter, SystemConfig())
+    found, packed_carry = run(*packed, PACKED)
+    self.assertEqual(found, plain)
+    jax.tree.map(np.testing.assert_array_equal, carry, packed_carry)
+
+  def test_without_a_drafter(self):
+    model, _ = self.pair
+    target, drafter = registry.prepare(PACKED, model.target, None)
+    self.assertIsNone(drafter)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    def tokens(target, system):
+      engine = Engine(target, system=system, max_seq_len=64, prefill_chunk=16)
+      return engine.generate([5, 6, 7], sampling).token_ids
+
+    self.assertEqual(
+      tokens(target, PACKED), tokens(model.target, SystemConfig())
+    )
+
+
+class ModelTest(parameterized.TestCase):
+  def test_every_matrix_and_nothing_else(self):
+    config = kit.hybrid()
+    target = target_lib.build(config, bfloat16_values(config), "float32")
+    packed = target_lib.parameters(w12.target(target))
+    for name, leaf in target_lib.parameters(target).items():
+      matrix = leaf.ndim == 2 and not name.endswith("conv_weight")
+      self.assertEqual(isinstance(packed[name], W12Array), matrix, name)
+      if not matrix:
+        self.assertIs(packed[name], leaf)
+        continue
+      whole = codec.decode(jax.tree.map(np.asarray, packed[name]))
+      np.testing.assert_array_equal(whole.astype(np.float32), leaf)
+
+  def test_kernels_interpreted(self):
+    """The kernel in every product, at one row and at a block's."""
+    config = kit.hybrid(vocab_size=64, hidden_size=64, intermediate_size=64)
+    params = bfloat16_values(config)
+
+    def tokens(kernels, drafter):
+      target = target_lib.build(config, params, "bfloat16", kernels)
+      target, drafter = registry.prepare(PACKED, target, drafter)
+      engine = Engine(
+        target,
+        drafter=drafter,
+        system=PACKED,
+        max_seq_len=256,
+        prefill_chunk=128,
+      )
+      sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+      return engine.generate([1, 2, 3, 1, 2, 3, 1, 2], sampling).token_ids
+
+    for drafter in (None, PromptLookup(3)):
+      self.assertEqual(
+        tokens(Kernels(w12_matmul="interpret"), drafter),
+        tokens(Kernels(), drafter),
+      )
+
+  def test_values_that_bfloat16_does_not_hold(self):
+    config = kit.hybrid()
+    params = target_lib.random_params(config, 0)
+    target = target_lib.build(config, params, "float32")
+    with self.assertRaisesRegex(
+      SpecPilotError, r"weights=w12: \d+ of \d+ values of 'embed.weight' are"
+    ):
+      registry.prepare(PACKED, target, None)
+
+  def test_engine_refuses_what_it_is_not_given(self):
+    config = kit.hybrid()
+    target = target_lib.build(config, bfloat16_values(config), "float32")
+    with self.assertRaisesRegex(SpecPilotError, "wants weights=w12.* in bf16"):
+      Engine(target, system=PACKED)
+    packed, _ = registry.prepare(PACKED, target, None)
+    self.assertIs(registry.prepare(PACKED, packed, None)[0], packed)
+    with self.assertRaisesRegex(SpecPilotError, "weights=bf16 cannot be made"):
+      registry.prepare(SystemConfig(), packed, None)
+
+  def test_planned_bytes(self):
+    source = loading.open_target("zoo")
+    config = loading.drafter_config("dflash", source.config)
+    target = source.build("bfloat16").target
+    drafter = loading.make_drafter("dflash", target)
+    target, drafter = registry.prepare(PACKED, target, drafter)
+    assert drafter is not None
+    leaves = jax.tree.leaves(
+      (target_lib.parameters(target), drafter.params[0]),
+      is_leaf=lambda x: isinstance(x, W12Array),
+    )
+    held = sum(x.nbytes for x in leaves if isinstance(x, W12Array))
+    planned = footprint.w12_bytes(source.config, config)
+    self.assertLess(abs(planned / held - 1), 0.005)
+
+
+if __name__ == "__main__":
+  absltest.main()

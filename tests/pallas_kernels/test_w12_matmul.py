@@ -1,0 +1,194 @@
+"""Products with W12: the kernel interpreted, and its lowering."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import w12_array, w12_matmul
+from pallas_kernels.w12_array import W12Array
+from specpilot_jax.checkpoints import w12
+from tests.checkpoints import w12_matrices
+from tests.pallas_kernels import lowering
+
+TILE = w12_matmul.Tile(lanes=16, block=32, shares=(2, 1))
+interpreted = functools.partial(
+  w12_matmul.partial_sums, implementation="interpret", tile=TILE
+)
+
+
+def packed(matrix: np.ndarray) -> W12Array:
+  return jax.tree.map(jnp.asarray, w12.encode(matrix))
+
+
+def rows(n: int, width: int) -> jax.Array:
+  return jnp.asarray(
+    np.random.default_rng(n).normal(size=(n, width)), "bfloat16"
+  )
+
+
+def magnitude(x, matrix) -> np.ndarray:
+  """Of what a sum's terms are; float32 holds no normal numbers below."""
+  terms = (
+    np.abs(np.asarray(x, np.float64)) @ np.abs(matrix.astype(np.float64)).T
+  )
+  return terms + 1e-31
+
+
+def hard(high: int, width: int) -> np.ndarray:
+  """Zeros of both signs, outliers, rows that lie in the list."""
+  matrix = w12_matrices.gaussian(high, width).astype(np.float32)
+  matrix[1] = 0
+  matrix[2, ::3] = -0.0
+  matrix[3, 5] = 3e20
+  matrix[4, : width // 2] *= 1e-12
+  matrix[high - 1, width - 1] = -7.0
+  matrix[high // 2] *= 1e-30
+  return matrix.astype(ml_dtypes.bfloat16)
+
+
+class ProductTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (1, 64, 96), (5, 65, 64), (8, 130, 32), (16, 80, 320), (33, 64, 64)
+  )
+  def test_against_float64(self, n, high, width):
+    matrix, x = hard(high, width), rows(n, width)
+    found = w12_matmul.sum_parts(interpreted(x, packed(matrix)))
+    self.assertEqual(found.dtype, jnp.float32)
+    expected = np.asarray(x, np.float64) @ matrix.astype(np.float64).T
+    # Sum by sum: one row holds an outlier, another tiny numbers.
+    scale = magnitude(x, matrix)
+    error = np.abs(np.asarray(found, np.float64)[:n, :high] - expected) / scale
+    self.assertLess(error.max(), 1e-6)
+
+  def test_infinities_and_nan(self):
+    """Of the matrix; they stay in their rows."""
+    matrix = w12_matrices.gaussian(64, 64)
+    matrix[3, 4], matrix[5, 6], matrix[5, 7] = np.inf, np.nan, -np.inf
+    x = rows(2, 64)
+    found = np.asarray(w12_matmul.sum_parts(interpreted(x, packed(matrix))))
+    np.testing.assert_array_equal(
+      found[:2, 3], np.inf * np.sign(np.asarray(x, np.float32)[:, 4])
+    )
+    self.assertTrue(np.isnan(found[:2, 5]).all())
+    self.assertTrue(np.isfinite(np.delete(found[:2], (3, 5), axis=1)).all())
+
+  @parameterized.parameters(1, 16)
+  def test_same_kernel_on_decoded_tiles(self, n):
+    """Decoding changes no bit of any sum."""
+    w = packed(hard(96, 128))
+    code = np.asarray(w12_array.codes(w))
+    field = (code >> 7) & 15
+    size = np.where(
+      field > 0, (1 + (code & 127) / 128) * np.exp2(field - 15.0), 0
+    )
+    expanded = jnp.asarray(np.where(code >> 11, -size, size), "bfloat16")
+    x = rows(n, 128)
+    np.testing.assert_array_equal(
+      interpreted(x, w), interpreted(x, w, expanded=expanded)
+    )
+
+  def test_view(self):
+    matrix, x = hard(64, 128), rows(16, 128)
+    w = packed(matrix)
+    parts = interpreted(x, w, view=True)
+    self.assertLen(parts, len(TILE.shares))
+    found = np.asarray(w12_matmul.sum_parts(parts), np.float64)
+    view = np.asarray(w12_array.decode_view(w), np.float64)
+    expected = np.asarray(x, np.float64) @ view.T
+    scale = magnitude(x, view)
+    self.assertLess((np.abs(found - expected) / scale).max(), 1e-6)
+
+  def test_lists_of_any_length(self):
+    """More entries in a row than are applied at a time, and none."""
+    matrix = w12_matrices.gaussian(64, 64).astype(np.float32)
+    matrix[7] *= np.where(np.arange(64) % 2, 1e9, 1)
+    matrix = matrix.astype(ml_dtypes.bfloat16)
+    w = packed(matrix)
+    counts = np.diff(w.row_start)
+    self.assertGreater(counts.max(), 2 * w12_matmul.ENTRIES)
+    self.assertEqual(counts.min(), 0)
+    x = rows(8, 64)
+    last = np.asarray(interpreted(x, w)[-1], np.float64)
+    listed = np.where(
+      np.asarray(w12_array.codes(w))[:64] & 0x7FF, 0, matrix.astype(np.float64)
+    )
+    expected = np.asarray(x, np.float64) @ listed.T
+    np.testing.assert_allclose(last[:, :64], expected, rtol=1e-6, atol=1e-9)
+
+  @parameterized.parameters(
+    (4, (1,), (0, 4)), (5, (2, 1), (0, 3, 5)), (3, (1,) * 7, (0, 1, 2, 3))
+  )
+  def test_edges(self, steps, shares, expected):
+    self.assertEqual(w12_matmul._edges(steps, shares), expected)
+
+  @parameterized.parameters("reference", "interpret")
+  def test_rounds_once(self, implementation):
+    matrix, x = w12_matrices.gaussian(64, 64), rows(3, 64)
+    product = functools.partial(
+      w12_matmul.matmul, x, packed(matrix), implementation=implementation
+    )
+    self.assertEqual(product().dtype, jnp.bfloat16)
+    exact = np.asarray(x, np.float64) @ matrix.astype(np.float64).T
+    wide = np.asarray(product(out_dtype=jnp.float32), np.float64)
+    np.testing.assert_allclose(wide, exact, atol=1e-6)
+    np.testing.assert_array_equal(
+      product(), wide.astype(np.float32).astype(ml_dtypes.bfloat16)
+    )
+
+  def test_what_no_kernel_takes(self):
+    w = packed(w12_matrices.gaussian(64, 64))
+    with self.assertRaisesRegex(ValueError, "does not take float32"):
+      interpreted(rows(1, 64).astype(jnp.float32), w)
+    odd = packed(w12_matrices.gaussian(64, 24))
+    with self.assertRaisesRegex(ValueError, r"does not take W of \(64, 24\)"):
+      interpreted(rows(1, 24), odd)
+
+
+class LoweringTest(parameterized.TestCase):
+  @parameterized.product(
+    gpu=tuple(lowering.GPUS),
+    n=(1, 16, 32, 64, 128),
+    view=(False, True),
+  )
+  def test_lowers_at_27b_shapes(self, gpu, n, view):
+    high, width = 16480, 5120
+
+    def struct(*shape, dtype=jnp.bfloat16):
+      return jax.ShapeDtypeStruct(shape, dtype)
+
+    plane = struct(high // 4, width, dtype=jnp.uint16)
+    w = W12Array(
+      view01=plane,
+      view23=plane,
+      low=plane,
+      base=struct(high, dtype=jnp.uint8),
+      row_start=struct(high + 1, dtype=jnp.int32),
+      columns=struct(10, dtype=jnp.int32),
+      values=struct(10),
+      shape=(high, width),
+    )
+    tile = w12_matmul.TILES[w12_matmul.rows_of(n)]
+    # A difference of one has a type of its own to a compiler.
+    shares = tile.shares if n > 1 else (width // tile.block - 1, 1)
+    text = lowering.lower(
+      functools.partial(
+        w12_matmul.partial_sums,
+        view=view,
+        implementation="triton",
+        tile=dataclasses.replace(tile, shares=shares),
+      ),
+      gpu,
+      struct(n, width),
+      w,
+    )
+    self.assertIn("w12_view" if view else "w12_matmul", text)
+    self.assertIn("__gpu$xla.gpu.triton", text)
+
+
+if __name__ == "__main__":
+  absltest.main()
