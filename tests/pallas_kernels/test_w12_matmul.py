@@ -36,7 +36,7 @@ def magnitude(x, matrix) -> np.ndarray:
   terms = (
     np.abs(np.asarray(x, np.float64)) @ np.abs(matrix.astype(np.float64)).T
   )
-  return terms + 1e-31
+  return terms + 1e-29
 
 
 def hard(high: int, width: int) -> np.ndarray:
