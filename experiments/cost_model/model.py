@@ -211,6 +211,7 @@ def _compute(profile, records, recordings, real) -> dict[str, Any]:
         nodes=m.nodes,
         context=m.context,
         committed=1.0 if name == AR else tau,
+        certain=name == AR,
       ),
     )
     systems[name] = _system(m, records.get(name, ()), work, roofline)

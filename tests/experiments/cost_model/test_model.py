@@ -150,6 +150,11 @@ def test_factors_by_hand(run):
     pytest.approx(best["floor_us"])
   )
   assert out["verify_over_ar_step"] == pytest.approx(85 / 85)
+  # What decodes without drafts has no path to wait for.
+  certain = floors.Step(nodes=1, context=5.0, committed=1, certain=True)
+  assert out["systems"]["ar"]["classes"]["recurrent"]["bytes"] == (
+    floors.recurrent(kit.hybrid(), "float32", certain).bytes
+  )
   assert out["notes"] == []
 
 
