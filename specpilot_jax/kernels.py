@@ -95,6 +95,8 @@ def check_passes(kernels: Kernels, nodes: int, prefill_chunk: int) -> None:
       would be computed by the kernels that scoring is to judge.
   """
   limit = max(gdn_verify.TILES)
+  if kernels.gdn_verify == "triton":
+    limit = gdn_verify.max_nodes(dispatch.shared_memory())
   if kernels.gdn_verify != "reference" and nodes > limit:
     raise SpecPilotError(
       f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"

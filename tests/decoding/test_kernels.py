@@ -28,6 +28,7 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from tests.decoding import kit
+from tests.pallas_kernels import lowering
 from tests.zoo.test_training import drafter_config
 
 # So few ids that a random drafter is right now and then.
@@ -141,6 +142,17 @@ class EngineTest(parameterized.TestCase):
           system=SystemConfig(num_drafts=drafts),
           max_seq_len=128,
         )
+
+  def test_fewer_nodes_where_shared_memory_is_small(self):
+    chosen = Kernels(gdn_verify="triton")
+    for gpu in lowering.GPUS:
+      with lowering.on(gpu):
+        kernels_lib.check_passes(chosen, 32, 64)
+        if "RTX" in gpu:
+          with pytest.raises(SpecPilotError, match="at most 32 nodes.* has 33"):
+            kernels_lib.check_passes(chosen, 33, 64)
+        else:
+          kernels_lib.check_passes(chosen, 64, 64)
 
   def test_scores_are_the_references(self):
     for chosen in ("gdn_decode", "add_norm"):
