@@ -1,6 +1,7 @@
 """Kernels in the engine: which run where, and that tokens stay the same."""
 
 import contextlib
+import dataclasses
 import functools
 from unittest import mock
 
@@ -208,6 +209,15 @@ class ChoiceTest(parameterized.TestCase):
     odd = kit.hybrid(gdn_value_head_dim=12)
     with self.assertRaisesRegex(SpecPilotError, "gdn_value_head_dim 12"):
       target_lib.build(odd, params, "float32", Kernels(gdn_decode="interpret"))
+
+  def test_a_drafter_whose_heads_no_kernel_takes(self):
+    odd = dataclasses.replace(DRAFTER, head_dim=12)
+    model = DFlash(odd, jnp.float32, nnx.Rngs(1))
+    DFlashDrafter(model, target(Kernels(add_norm="interpret")))
+    with self.assertRaisesRegex(
+      SpecPilotError, f"{odd.name} has head_dim 12, expected a power of two"
+    ):
+      DFlashDrafter(model, target(Kernels(tree_attention="interpret")))
 
 
 if __name__ == "__main__":
