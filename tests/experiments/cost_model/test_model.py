@@ -15,6 +15,7 @@ from experiments.cost_model import (
   lattices,
   measure,
   model,
+  sections,
   separate,
 )
 from specpilot_jax.errors import SpecPilotError
@@ -158,6 +159,23 @@ def test_factors_by_hand(run):
   assert out["notes"] == []
 
 
+def test_the_plot_has_the_floors_of_the_table(run, monkeypatch):
+  """Not those of the best tree, which has more nodes than were measured."""
+  shown = {}
+  monkeypatch.setattr(
+    sections.plots, "classes_and_floors", lambda c: shown.update(c) or b""
+  )
+  out = model.compute(run)
+  out["best_tree"] = out["best_tree"] | {"nodes": 64}
+  for name in kernels.CLASSES:
+    out["classes"][name]["floor_us"] *= 4
+  sections.blocks(out)
+  assert set(shown) == set(CLASSES_US) - {"prefill"}
+  for name, c in shown.items():
+    table = out["systems"]["stock"]["classes"][name]
+    assert c == {f: table[f] for f in ("measured_us", "floor_us")}
+
+
 def test_classes_of_a_step_without_graphs(run):
   path = run / model.PROFILE
   profile = json.loads(path.read_text())
@@ -263,7 +281,7 @@ def test_job_profile(profiled):
   assert stock["steps_agreeing"] == stock["steps"]
   assert stock["tau"] == pytest.approx(stock["tau_measured"])
   page = (profiled / "report.html").read_text()
-  assert "Kernel classes against floors" in page
+  assert "Kernel classes of stock against floors" in page
   text = (profiled / "report.md").read_text()
   assert "timed separately" in text and "best-first tree of 64 nodes" in text
 
