@@ -193,6 +193,14 @@ def test_classes_of_a_step_without_graphs(run):
   assert "the classes sum to 96.0%" in notes
 
 
+def test_loops_alone_are_told(run):
+  path = run / lattices.LATTICES
+  recorded = lattices.load(path)
+  lattices.save(path, [dataclasses.replace(r, looped=True) for r in recorded])
+  out = model.compute(run)
+  assert any("every recorded output ended as a loop" in n for n in out["notes"])
+
+
 def test_misses_are_told(run):
   path = run / model.PROFILE
   profile = json.loads(path.read_text())
