@@ -148,8 +148,9 @@ def test_lattices_are_of_the_contexts_that_the_run_had():
   assert len(set(emitted)) > 1
   recorded = session.record("a", prompt, output, emitted, looped=False)
   for at, lattice in zip(starts, drafted, strict=True):
+    lattice = jax.device_get(lattice)
     tokens, scores = lattices.rank(
-      *jax.device_get((lattice.tokens, lattice.scores)), config.valid_vocab
+      lattice.tokens, lattice.scores, config.valid_vocab
     )
     np.testing.assert_array_equal(recorded.tokens[at], tokens)
     np.testing.assert_array_equal(recorded.scores[at], scores)
