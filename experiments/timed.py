@@ -41,6 +41,7 @@ def warm_up(
     )
     for i in range(settings.num_warmups):
       engine.generate(_ids(requests[i % len(requests)]), sampling)
+    engine.wait()
     out[name] = {
       "compile_s": round(compile_s, 3),
       "executables": compilation.num_compilations() - before,
@@ -115,11 +116,16 @@ def _ids(prompt: prompts.Prompt) -> Sequence[int]:
 def _decode(
   engine: Engine, prompt_ids: Sequence[int], sampling: SamplingParams
 ) -> tuple[RequestOutput, list[float]]:
-  """One timed request, and the gaps between its chunks in ms."""
+  """One timed request, and the gaps between its chunks in ms.
+
+  The device is idle when it returns: the next request's clock must not run
+  while the steps behind this one's end do.
+  """
   times, output = [], None
   for chunk in engine.stream(prompt_ids, sampling):
     times.append(time.perf_counter())
     output = chunk.output
+  engine.wait()
   assert output is not None
   gaps = [1e3 * (b - a) for a, b in zip(times[:-1], times[1:], strict=True)]
   return output, gaps

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 
 NUM_WARPS = 16
-"""Of a program; not measured on any card."""
+"""Of a program. Rows of 5,120 on an H200: 1.9 us with one, 2.1 us with 16; no
+other number was tried."""
 
 
 def norm(

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal, get_args
 
+import jax
+
 Implementation = Literal["reference", "triton", "interpret"]
 """`reference`: plain JAX, the definition, on any device. `triton`: the Pallas
 kernel on an NVIDIA GPU. `interpret`: the same kernel run step by step in JAX,
@@ -47,3 +49,21 @@ class Kernels:
 
 
 REFERENCE = Kernels()
+
+_SHARED_MEMORY = {"H100": 227 << 10, "H200": 227 << 10}
+_LEAST_SHARED_MEMORY = 99 << 10
+
+
+def shared_memory() -> int:
+  """Bytes of shared memory that a program may have (CUDA Programming Guide).
+
+  Of the GPU that is compiled for: the abstract device of the mesh in use, else
+  the first device. Those that are not known may have as little as a GPU of
+  compute capability 12, an RTX PRO 6000.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  device = mesh.abstract_device or jax.devices()[0]
+  for name, size in _SHARED_MEMORY.items():
+    if name in device.device_kind:
+      return size
+  return _LEAST_SHARED_MEMORY

@@ -40,6 +40,19 @@ TILES = {
 }
 
 
+def max_nodes(memory: int, key_dim: int = 128) -> int:
+  """The most nodes that the kernel takes on a GPU.
+
+  Triton keeps keys and queries of all nodes in shared memory, in two layouts
+  each: 128 kB for 64 nodes with keys of 128 numbers.
+
+  Args:
+    memory: shared memory of a program in bytes.
+    key_dim: K.
+  """
+  return max(n for n in TILES if 4 * 4 * n * key_dim <= memory)
+
+
 def verify(
   mixed: Float[Array, "N C"],
   projected: Float[Array, "N P"],

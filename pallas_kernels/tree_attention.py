@@ -88,7 +88,7 @@ def tree_attention(
 
 
 BLOCK = 64
-"""Rows of the prefix that a program reads at a time."""
+"""Rows of the prefix that a program reads at a time, at most."""
 
 PROGRAMS = 64
 """The prefix is cut so that so many run. On an H200, 24 heads of 256 over 1,024
@@ -101,6 +101,29 @@ ROWS = 128
 
 def _power_of_two(n: int) -> int:
   return max(16, 1 << (n - 1).bit_length())
+
+
+def tile(rows: int, dim: int, itemsize: int, memory: int) -> tuple[int, int]:
+  """Query rows, and rows of the prefix at a time, that fit a program.
+
+  Triton keeps the queries, keys and values of one block, and the weights in
+  shared memory: 144 kB for 128 x 64 rows of 256 bfloat16 numbers.
+
+  Args:
+    rows: query rows, a power of two.
+    dim: of a head.
+    itemsize: bytes of a number.
+    memory: shared memory of a program in bytes.
+  """
+  rows, block = min(rows, ROWS), BLOCK
+  while max(rows, block) > 16 and memory < itemsize * (
+    rows * dim + 2 * block * dim + rows * block
+  ):
+    if rows > block:
+      rows //= 2
+    else:
+      block //= 2
+  return rows, block
 
 
 def _program(
@@ -120,6 +143,7 @@ def _program(
   group,
   scale,
   splits,
+  block,
   precision,
 ):
   """One key head, some query rows; one part of the prefix, or the nodes.
@@ -149,16 +173,16 @@ def _program(
 
   @pl.when(part < splits)
   def _():
-    blocks = pl.cdiv(jnp.maximum(length - first, 0), BLOCK * splits)
-    begin = first + part * blocks * BLOCK
+    blocks = pl.cdiv(jnp.maximum(length - first, 0), block * splits)
+    begin = first + part * blocks * block
 
     def body(i, carry):
       top, total, out = carry
-      index = begin + i * BLOCK + lax.iota(jnp.int32, BLOCK)
+      index = begin + i * block + lax.iota(jnp.int32, block)
       inside = index < length
       index = jnp.minimum(index, capacity - 1)
       keys, values = k_ref[index, :], v_ref[index, :]
-      visible = jnp.broadcast_to(inside[None, :], (rows, BLOCK))
+      visible = jnp.broadcast_to(inside[None, :], (rows, block))
       scores = scores_of(keys, visible)
       higher = jnp.maximum(top, scores.max(axis=1))
       shrink = jnp.exp(top - higher)
@@ -214,8 +238,8 @@ def _tree_attention_kernel(
   kv_heads, capacity, _ = k_prefix.shape
   group = heads // kv_heads
   rows = _power_of_two(n * group)
-  tile = min(rows, ROWS)
-  splits = min(max(1, PROGRAMS // kv_heads), -(-capacity // BLOCK))
+  tile_rows, block = tile(rows, dim, q.dtype.itemsize, dispatch.shared_memory())
+  splits = min(max(1, PROGRAMS // kv_heads), -(-capacity // block))
 
   interpret = implementation == "interpret"
   bounds = jnp.stack([jnp.asarray(first, jnp.int32), length.astype(jnp.int32)])
@@ -242,14 +266,15 @@ def _tree_attention_kernel(
   partial = pl.pallas_call(
     functools.partial(
       _program,
-      rows=tile,
+      rows=tile_rows,
       columns=_power_of_two(n),
       group=group,
       scale=scale,
       splits=splits,
+      block=block,
       precision=None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
     ),
-    grid=(kv_heads, rows // tile, parts),
+    grid=(kv_heads, rows // tile_rows, parts),
     in_specs=[
       *(whole(x) for x in small),
       prefix,
@@ -257,13 +282,13 @@ def _tree_attention_kernel(
       whole(bounds),
       whole(mask),
     ],
-    out_specs=[of_part(tile, dim), of_part(tile), of_part(tile)],
+    out_specs=[of_part(tile_rows, dim), of_part(tile_rows), of_part(tile_rows)],
     out_shape=[
       jax.ShapeDtypeStruct((kv_heads, parts, rows, *rest), jnp.float32)
       for rest in ((dim,), (), ())
     ],
     compiler_params=pltriton.CompilerParams(
-      num_warps=4 if tile <= 32 else 8, num_stages=2
+      num_warps=4 if tile_rows <= 32 else 8, num_stages=2
     ),
     interpret=interpret,
     name="tree_attention",

@@ -75,12 +75,24 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
         f" {dtype}"
       )
     for field in _POWERS_OF_TWO.get(name, ()):
-      size = getattr(config, field)
-      if size & (size - 1):
-        raise SpecPilotError(
-          f"kernel {name}: {config.name} has {field} {size}, expected a power"
-          " of two"
-        )
+      _check_size(name, config.name, field, getattr(config, field))
+
+
+def check_drafter(kernels: Kernels, name: str, head_dim: int) -> None:
+  """Refuses kernels that a drafter's attention cannot run with.
+
+  Raises:
+    SpecPilotError: a head size that `tree_attention` does not take.
+  """
+  if kernels.tree_attention != "reference":
+    _check_size("tree_attention", name, "head_dim", head_dim)
+
+
+def _check_size(kernel: str, model: str, field: str, size: int) -> None:
+  if size & (size - 1):
+    raise SpecPilotError(
+      f"kernel {kernel}: {model} has {field} {size}, expected a power of two"
+    )
 
 
 def check_passes(kernels: Kernels, nodes: int, prefill_chunk: int) -> None:
@@ -95,6 +107,8 @@ def check_passes(kernels: Kernels, nodes: int, prefill_chunk: int) -> None:
       would be computed by the kernels that scoring is to judge.
   """
   limit = max(gdn_verify.TILES)
+  if kernels.gdn_verify == "triton":
+    limit = gdn_verify.max_nodes(dispatch.shared_memory())
   if kernels.gdn_verify != "reference" and nodes > limit:
     raise SpecPilotError(
       f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"

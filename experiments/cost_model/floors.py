@@ -97,11 +97,15 @@ class Step:
     nodes: verified, anchor included.
     context: committed tokens that the pass reads, a mean.
     committed: tokens that the step commits, a mean: tau.
+    certain: whether all nodes are committed whatever their logits say, as in
+      reading a prompt and in decoding without drafts. The pass then leaves the
+      state itself: nothing is stashed, and nothing read again.
   """
 
   nodes: float
   context: float
   committed: float
+  certain: bool = False
 
 
 def itemsize(dtype: str) -> int:
@@ -170,6 +174,8 @@ def recurrent(config: configs.ModelConfig, dtype: str, step: Step) -> Work:
   The state is read by the pass, and read and written by the commit; the
   projected rows are read, the outputs written; keys, updates, decays and
   pre-convolution rows of the nodes are stashed, those of the path read back.
+  Where the path is certain, the pass reads and writes the state, and that is
+  all.
   """
   c = config
   gdn = sum(kind == configs.GDN for kind in c.layer_types)
@@ -193,11 +199,10 @@ def recurrent(config: configs.ModelConfig, dtype: str, step: Step) -> Work:
     + 2 * path * state  # the rebuilt state
   )
   moved = (
-    3 * wide * state
-    + 3 * size * conv_state
-    + size * c.gdn_conv_dim * c.gdn_conv_kernel
+    size * c.gdn_conv_dim * c.gdn_conv_kernel
     + size * n * (projected + c.gdn_value_dim)
-    + (n + path) * stash
+    + (2 if step.certain else 3) * (wide * state + size * conv_state)
+    + (0 if step.certain else (n + path) * stash)
   )
   return Work(gdn * flops, gdn * moved)
 
@@ -345,7 +350,7 @@ def step_work(models: Models, step: Step) -> dict[str, Work]:
 
 def prefill_work(models: Models, rows: float, context: float) -> Work:
   """Work of a pass that reads `rows` prompt tokens behind `context` others."""
-  step = Step(nodes=rows, context=context, committed=rows)
+  step = Step(nodes=rows, context=context, committed=rows, certain=True)
   target, dtype = models.target, models.dtype
   work = (
     target_gemm(target, dtype, rows, head=False)

@@ -32,7 +32,7 @@ class Session:
   Args:
     target, drafter: as an engine has them; no drafter is one-token decoding.
     max_seq_len: prompt plus output tokens at most.
-    prefill_chunk: tokens per teacher-forced pass.
+    prefill_chunk: prompt tokens per pass.
     features: what the step must be able to do.
     num_drafts: drafts per step; None is the drafter's block.
   """

@@ -164,7 +164,8 @@ class Parts:
     """Mixers of one kind, and the commit of what they stash."""
     model, n = self._model(params), self._nodes
     index = jnp.arange(n, dtype=jnp.int32)
-    nodes = state_lib.run_of(index, n, prefill=False)
+    # As in the step: without drafts the anchor is certain to be committed.
+    nodes = state_lib.run_of(index, n, prefill=self._session.drafter is None)
     positions = state.length + nodes.depth
     x = _matrix(noise, n, model.config.hidden_size)
     inputs: list[jax.Array] = []

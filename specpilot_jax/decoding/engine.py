@@ -433,6 +433,14 @@ class Engine:
         return chunk.output
     raise AssertionError("a stream ends with its output")
 
+  def wait(self) -> None:
+    """Returns once the device has done all that past requests left to it.
+
+    With a host lag a request ends for the host while the device still runs the
+    steps behind its last: a clock that starts now would count them in.
+    """
+    jax.block_until_ready(self._carry)
+
   def warm_up(self, sampling: SamplingParams | None = None) -> None:
     """Compiles all that requests with such settings need, scoring apart."""
     ids = [0] * min(2, self.max_seq_len - 1)

@@ -1,6 +1,7 @@
 """Kernels in the engine: which run where, and that tokens stay the same."""
 
 import contextlib
+import dataclasses
 import functools
 from unittest import mock
 
@@ -28,6 +29,7 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from tests.decoding import kit
+from tests.pallas_kernels import lowering
 from tests.zoo.test_training import drafter_config
 
 # So few ids that a random drafter is right now and then.
@@ -139,6 +141,17 @@ class EngineTest(parameterized.TestCase):
           max_seq_len=128,
         )
 
+  def test_fewer_nodes_where_shared_memory_is_small(self):
+    chosen = Kernels(gdn_verify="triton")
+    for gpu in lowering.GPUS:
+      with lowering.on(gpu):
+        kernels_lib.check_passes(chosen, 32, 64)
+        if "RTX" in gpu:
+          with pytest.raises(SpecPilotError, match="at most 32 nodes.* has 33"):
+            kernels_lib.check_passes(chosen, 33, 64)
+        else:
+          kernels_lib.check_passes(chosen, 64, 64)
+
   def test_scores_are_the_references(self):
     for chosen in ("gdn_decode", "add_norm"):
       own = target(kernels_lib.parse(f"{chosen}=interpret"))
@@ -193,6 +206,15 @@ class ChoiceTest(parameterized.TestCase):
     odd = kit.hybrid(gdn_value_head_dim=12)
     with self.assertRaisesRegex(SpecPilotError, "gdn_value_head_dim 12"):
       target_lib.build(odd, params, "float32", Kernels(gdn_decode="interpret"))
+
+  def test_a_drafter_whose_heads_no_kernel_takes(self):
+    odd = dataclasses.replace(DRAFTER, head_dim=12)
+    model = DFlash(odd, jnp.float32, nnx.Rngs(1))
+    DFlashDrafter(model, target(Kernels(add_norm="interpret")))
+    with self.assertRaisesRegex(
+      SpecPilotError, f"{odd.name} has head_dim 12, expected a power of two"
+    ):
+      DFlashDrafter(model, target(Kernels(tree_attention="interpret")))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Flag files: where they are looked for and what they may hold."""
 
+import re
+from pathlib import Path
+
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -21,10 +24,14 @@ def _here(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
 
 
-def shipped(name: str) -> settings.Settings:
+def read(*args: str) -> settings.Settings:
   with flagsaver.flagsaver():
-    flags.FLAGS(["main", *expand(f"--flagfile={name}")])
+    flags.FLAGS(["main", *expand(*args)])
     return main.read_settings()
+
+
+def shipped(name: str) -> settings.Settings:
+  return read(f"--flagfile={name}")
 
 
 def test_shipped_files_are_found_from_anywhere():
@@ -44,6 +51,21 @@ def test_shipped_files_describe_a_proved_run(name):
   count = sum(sizes[s] for s in run.prompt_sets)
   count = min(count, run.num_prompts or count)
   assert count * run.sampling.max_tokens / 2 >= 0.9 * 5000
+
+
+def test_commands_of_the_readme_have_prompts_that_the_model_reads():
+  """The zoo has no chat template, in which some sets are worded."""
+  text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+  commands = re.findall(r"^ *python -m experiments\.main (.*)$", text, re.M)
+  jobs = [c.split() for c in commands if "job=report" not in c]
+  assert len(jobs) > 3
+  for args in jobs:
+    run = read(*args)
+    if run.target == "zoo" and run.requests is None:
+      for name in run.prompt_sets:
+        assert prompts.load_prompts(
+          name, loading.open_target("zoo").tokenizer, 1, chat=run.chat
+        ), args
 
 
 def test_temperature_one_is_the_same_deployment():

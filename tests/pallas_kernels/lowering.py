@@ -1,5 +1,7 @@
 """Lowers Pallas kernels for GPUs that this machine does not have."""
 
+import contextlib
+
 import jax
 
 GPUS = {
@@ -10,6 +12,13 @@ GPUS = {
 """Streaming multiprocessors by device kind."""
 
 
+def on(gpu: str) -> contextlib.AbstractContextManager:
+  """Traces and lowers for a GPU; a key of `GPUS`."""
+  device = jax.sharding.AbstractDevice(gpu, GPUS[gpu], "cuda")
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  return jax.sharding.use_abstract_mesh(mesh)
+
+
 def lower(function, gpu: str, *arguments) -> str:
   """StableHLO text of a jitted function for a GPU.
 
@@ -17,8 +26,6 @@ def lower(function, gpu: str, *arguments) -> str:
     gpu: a key of `GPUS`.
     arguments: `jax.ShapeDtypeStruct`s.
   """
-  device = jax.sharding.AbstractDevice(gpu, GPUS[gpu], "cuda")
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  with jax.sharding.use_abstract_mesh(mesh):
+  with on(gpu):
     traced = jax.jit(function).trace(*arguments)
     return traced.lower(lowering_platforms=("cuda",)).as_text()

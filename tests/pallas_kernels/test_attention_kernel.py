@@ -1,13 +1,14 @@
 """The tree-attention kernel: its arithmetic interpreted, and its lowering."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import tree_attention
+from pallas_kernels import dispatch, tree_attention
 from tests import trees
 from tests.pallas_kernels import lowering
 
@@ -102,6 +103,33 @@ class AttentionKernelTest(parameterized.TestCase):
       shape(nodes, nodes, dtype=jnp.bool_),
     )
     self.assertIn("__gpu$xla.gpu.triton", text)
+
+  @parameterized.product(
+    gpu=tuple(lowering.GPUS), rows=(16, 128, 512), dim=(64, 128, 256),
+    itemsize=(2, 4),
+  )  # fmt: skip
+  def test_tiles_fit_the_shared_memory(self, gpu, rows, dim, itemsize):
+    with lowering.on(gpu):
+      memory = dispatch.shared_memory()
+    self.assertEqual(memory, 101376 if "RTX" in gpu else 232448)
+    found, block = tree_attention.tile(rows, dim, itemsize, memory)
+    # What the compiler asks for: 147,456 bytes for 128 x 64 of 256 bfloat16.
+    asked = itemsize * (found * dim + 2 * block * dim + found * block)
+    self.assertLessEqual(asked, memory)
+    self.assertEqual((rows % found, found % 16, block % 16), (0, 0, 0))
+    if itemsize == 2 and "RTX" not in gpu:
+      self.assertEqual((found, block), (min(rows, 128), 64))
+
+  @parameterized.parameters((32, 64), (32, 32), (16, 16))
+  def test_small_tiles(self, rows, block):
+    rng = np.random.default_rng(0)
+    arrays = arguments(rng, 16, 2, 6, 200)
+    mask = jnp.asarray(trees.mask_of(trees.random_parents(rng, 16)))
+    with mock.patch.object(tree_attention, "tile", return_value=(rows, block)):
+      jax.clear_caches()
+      for length, first in ((0, 0), (150, 0), (199, 77), (64, 63)):
+        self.check(arrays, length, mask, first, jnp.float32, 3e-6)
+    jax.clear_caches()
 
   def test_float64_is_refused(self):
     rng = np.random.default_rng(0)

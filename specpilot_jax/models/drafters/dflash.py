@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import top_k, tree_attention
 from pallas_kernels.w12_array import W12Array
+from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import layers
@@ -159,6 +160,7 @@ class DFlashDrafter:
   def __init__(self, model: DFlash, target: Target, *, candidates: int = 16):
     config = model.config
     config.check_target(target.config)
+    kernels_lib.check_drafter(target.kernels, config.name, config.head_dim)
     self.config = config
     self.num_slots = config.block_size - 1
     self.taps: tuple[int, ...] = config.target_layers

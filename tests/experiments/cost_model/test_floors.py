@@ -119,6 +119,31 @@ def test_recurrent_by_hand():
   assert (work.flops, work.bytes) == (2 * flops, 2 * moved)
 
 
+def test_a_certain_path_leaves_its_state_at_once():
+  """One token without drafts, or a prompt: no stash, and no second reading."""
+  config = kit.hybrid()
+  for nodes in (1, 5):
+    step = floors.Step(nodes=nodes, context=9, committed=nodes, certain=True)
+    work = floors.recurrent(config, "float32", step)
+    moved = (
+      2 * 4 * 256 + 2 * 4 * 3 * 64 + 4 * 64 * 4
+      + nodes * 4 * (64 + 32 + 8 + 32)
+    )  # fmt: skip
+    assert work.bytes == 2 * moved
+    maybe = dataclasses.replace(step, certain=False)
+    assert work.flops == floors.recurrent(config, "float32", maybe).flops
+  models = floors.Models(
+    target=config, dtype="float32", drafter="none", drafter_config=None
+  )
+  rest = (
+    floors.target_gemm(config, "float32", 5, head=False)
+    + floors.attention(config, "float32", step)
+    + floors.other(config, "float32", 5, head=False)
+  )
+  read = floors.prefill_work(models, 5, 9)
+  assert read.bytes == rest.bytes + work.bytes
+
+
 def test_drafter_weights_are_those_of_the_module():
   model = DFlash(DRAFTER, jnp.float32, nnx.Rngs(0))
   own = sum(x.size for x in jax.tree.leaves(nnx.split(model)[1]) if x.ndim == 2)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from experiments.cost_model import kernels, measure, model
+from pallas_kernels import gdn_decode, gdn_verify
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.decoding import kit
@@ -153,6 +154,31 @@ def test_a_prompt_pass(subject):
   pass_ = measure._prefill(session, list(range(20)), on_cpu=False)
   assert pass_["rows"] == 16 and pass_["measured_us"] > 0
   assert pass_["context"] == 19 + 16
+
+
+def test_separate_classes_run_what_the_step_runs(subject, monkeypatch):
+  """A token without drafts has a form of its own in a Gated DeltaNet layer."""
+  monkeypatch.setattr(measure.separate, "_SECONDS", 0.0)
+  monkeypatch.setattr(measure.separate, "_REPEATS", 1)
+  for name, used in (("ar", {"decode"}), ("stock", {"verify"})):
+    forms = set()
+
+    def seen(form, function, forms=forms):
+      def call(*args, **kwargs):
+        forms.add(form)
+        return function(*args, **kwargs)
+
+      return call
+
+    for module, form in ((gdn_decode, "decode"), (gdn_verify, "verify")):
+      monkeypatch.setattr(module, form, seen(form, getattr(module, form)))
+    parts = measure.separate.Parts
+    session = subject.session(name)
+    monkeypatch.setattr(session, "step", lambda params, carry, r: (carry, ()))
+    carry = session.start([1, 2, 1, 2])
+    forms.clear()  # Of the prompt.
+    parts(session, carry, session.request(SamplingParams())).classes_us()
+    assert forms == used
 
 
 def test_separate_classes_of_a_hybrid(subject, monkeypatch):

@@ -15,6 +15,7 @@ from experiments.cost_model import (
   lattices,
   measure,
   model,
+  sections,
   separate,
 )
 from specpilot_jax.errors import SpecPilotError
@@ -150,7 +151,29 @@ def test_factors_by_hand(run):
     pytest.approx(best["floor_us"])
   )
   assert out["verify_over_ar_step"] == pytest.approx(85 / 85)
+  # What decodes without drafts has no path to wait for.
+  certain = floors.Step(nodes=1, context=5.0, committed=1, certain=True)
+  assert out["systems"]["ar"]["classes"]["recurrent"]["bytes"] == (
+    floors.recurrent(kit.hybrid(), "float32", certain).bytes
+  )
   assert out["notes"] == []
+
+
+def test_the_plot_has_the_floors_of_the_table(run, monkeypatch):
+  """Not those of the best tree, which has more nodes than were measured."""
+  shown = {}
+  monkeypatch.setattr(
+    sections.plots, "classes_and_floors", lambda c: shown.update(c) or b""
+  )
+  out = model.compute(run)
+  out["best_tree"] = out["best_tree"] | {"nodes": 64}
+  for name in kernels.CLASSES:
+    out["classes"][name]["floor_us"] *= 4
+  sections.blocks(out)
+  assert set(shown) == set(CLASSES_US) - {"prefill"}
+  for name, c in shown.items():
+    table = out["systems"]["stock"]["classes"][name]
+    assert c == {f: table[f] for f in ("measured_us", "floor_us")}
 
 
 def test_classes_of_a_step_without_graphs(run):
@@ -168,6 +191,14 @@ def test_classes_of_a_step_without_graphs(run):
   notes = " ".join(out["notes"])
   assert "compiled without CUDA graphs" in notes
   assert "the classes sum to 96.0%" in notes
+
+
+def test_loops_alone_are_told(run):
+  path = run / lattices.LATTICES
+  recorded = lattices.load(path)
+  lattices.save(path, [dataclasses.replace(r, looped=True) for r in recorded])
+  out = model.compute(run)
+  assert any("every recorded output ended as a loop" in n for n in out["notes"])
 
 
 def test_misses_are_told(run):
@@ -258,7 +289,7 @@ def test_job_profile(profiled):
   assert stock["steps_agreeing"] == stock["steps"]
   assert stock["tau"] == pytest.approx(stock["tau_measured"])
   page = (profiled / "report.html").read_text()
-  assert "Kernel classes against floors" in page
+  assert "Kernel classes of stock against floors" in page
   text = (profiled / "report.md").read_text()
   assert "timed separately" in text and "best-first tree of 64 nodes" in text
 
