@@ -263,11 +263,15 @@ def _unpack(q, *parts):
   low = w12_array.MIDPOINT
   if len(parts) == 3:
     low = (parts[2].astype(jnp.int32) >> (4 * q)) & 15
-  # Exponent field 0 is below the normal numbers, as in bfloat16.
-  sign, rest = (byte & 128) << 8, ((byte & 127) << 4) | low
-  pattern = (sign | rest).astype(jnp.uint16)
-  value = lax.bitcast_convert_type(pattern, jnp.bfloat16)
-  return (value.astype(jnp.float32) * 2.0**112).astype(jnp.bfloat16)
+  sign, field, mantissa = byte & 128, (byte >> 3) & 15, (byte & 7) << 4 | low
+  pattern = (sign << 8) | ((field + 112) << 7) | mantissa
+  normal = lax.bitcast_convert_type(pattern.astype(jnp.uint16), jnp.bfloat16)
+  # Field 0 is below the normal numbers, as in bfloat16; some processors take
+  # those for zeros, so that no product can make them.
+  least = mantissa.astype(jnp.float32) * jnp.where(
+    sign > 0, -(2.0**-21), 2.0**-21
+  )
+  return jnp.where(field > 0, normal, least.astype(jnp.bfloat16))
 
 
 def _unpack_assembly(q, *parts):
