@@ -79,6 +79,10 @@ class EngineTest(kit.Float64TestCase):
 
 
 class ModelTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(kit.quick_compilation())
+
   def test_every_matrix_and_nothing_else(self):
     config = kit.hybrid()
     target = target_lib.build(config, bfloat16_values(config), "float32")
