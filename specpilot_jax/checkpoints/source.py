@@ -1,0 +1,164 @@
+"""A model that is read parameter by parameter, whatever its format.
+
+The readers open one, and `load` is `open` with all parameters read. Data come
+in blocks of rows, straight from the files into buffers of their own: memory
+maps would count as memory for as long as the file is open.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.checkpoints.layout import Fused, Part, layout
+from specpilot_jax.configs import ModelConfig
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.tokenizer import Tokenizer
+
+BLOCK_BYTES = 16 << 20
+"""Of one block of rows, at most, unless a row has more."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+  """A model on disk.
+
+  Attributes:
+    config: see `Checkpoint`.
+    tokenizer: see `Checkpoint`.
+    name: see `Checkpoint.source`.
+    notes: see `Checkpoint`.
+    sha256: see `Checkpoint`.
+    fingerprint: hex digest of every file that is read, by its name; `sha256`
+      unless the files are themselves a conversion.
+    dtypes: of the parameters, in the order of `layout`.
+    read_blocks: a parameter's rows, block by block.
+    read_stored: set where parameters are stored as W12 too: gives one as it
+      is stored, `W12Array` or array.
+  """
+
+  config: ModelConfig
+  tokenizer: Tokenizer | None
+  name: str
+  notes: tuple[str, ...]
+  sha256: Mapping[str, str]
+  fingerprint: Mapping[str, str]
+  dtypes: Mapping[str, np.dtype]
+  read_blocks: Callable[[str], Iterator[np.ndarray]]
+  read_stored: Callable[[str], Any] | None = None
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    return layout(self.config)[name].shape
+
+  def nbytes(self, name: str) -> int:
+    """Bytes of a parameter in its own dtype."""
+    size = int(np.prod(self.shape(name), dtype=np.int64))
+    return size * self.dtypes[name].itemsize
+
+  def read(self, name: str) -> np.ndarray:
+    """A whole parameter; raises as the blocks do."""
+    array = np.empty(self.shape(name), self.dtypes[name])
+    start = 0
+    for block in self.read_blocks(name):
+      array[start : start + len(block)] = block
+      start += len(block)
+    return array
+
+  def checkpoint(self) -> common.Checkpoint:
+    """The model with all parameters read; W12 stays W12."""
+    read = self.read_stored or self.read
+    return common.Checkpoint(
+      config=self.config,
+      params={name: read(name) for name in self.dtypes},
+      tokenizer=self.tokenizer,
+      source=self.name,
+      notes=self.notes,
+      sha256=self.sha256,
+    )
+
+
+def fused_dtypes(
+  table: Mapping[str, Fused], of: Callable[[Part], np.dtype]
+) -> dict[str, np.dtype]:
+  """The parameters' dtypes: their tensors', or float32 where these differ,
+  which holds the values of bfloat16 and float16 exactly.
+  """
+  dtypes = {}
+  for name, fused in table.items():
+    found = {of(part) for part in fused.parts}
+    dtypes[name] = found.pop() if len(found) == 1 else common.FLOAT32
+  return dtypes
+
+
+def fused_blocks(
+  fused: Fused,
+  dtype: np.dtype,
+  read: Callable[[Part], Iterator[np.ndarray]],
+) -> Iterator[np.ndarray]:
+  """The blocks of a parameter from those of its tensors."""
+  for part in fused.parts:
+    for block in read(part):
+      shape = (len(block), *fused.shape[1:])
+      yield block.reshape(shape).astype(dtype, copy=False)
+
+
+def row_blocks(
+  shape: Sequence[int], row_bytes: int, multiple: int = 1
+) -> Iterator[tuple[int, int]]:
+  """(first row, end) of blocks of a multiple of some rows."""
+  size = max(1, BLOCK_BYTES // max(1, row_bytes) // multiple) * multiple
+  for start in range(0, shape[0], size):
+    yield start, min(start + size, shape[0])
+
+
+def checked(
+  blocks: Iterator[np.ndarray], where: str, name: str
+) -> Iterator[np.ndarray]:
+  """Blocks as they come, refused at the end if any value was not finite."""
+  bad = 0
+  for block in blocks:
+    bad += common.nonfinite(block)
+    if not bad:
+      yield block
+  if bad:
+    raise SpecPilotError(
+      f"{where}: tensor {name!r} has {bad} values that are NaN or infinite"
+    )
+
+
+def read_at(
+  file: int, path: pathlib.Path, offset: int, shape: Sequence[int], dtype
+) -> np.ndarray:
+  """An array from a place in a file.
+
+  Raises:
+    SpecPilotError: the file ends before the array does, or cannot be read.
+  """
+  array = np.empty(tuple(shape), dtype)
+  view = memoryview(array.reshape(-1).view(np.uint8))
+  done = 0
+  while done < len(view):
+    try:
+      count = os.preadv(file, [view[done:]], offset + done)
+    except OSError as error:
+      raise SpecPilotError(
+        f"{path}: cannot be read ({error.strerror})"
+      ) from None
+    if count == 0:
+      raise SpecPilotError(f"{path}: it ends at byte {offset + done} already")
+    done += count
+  return array
+
+
+def open_file(path: pathlib.Path, stack) -> int:
+  """A descriptor to read from, closed with the stack."""
+  try:
+    file = os.open(path, os.O_RDONLY)
+  except OSError as error:
+    raise SpecPilotError(f"{path}: cannot be read ({error.strerror})") from None
+  stack.callback(os.close, file)
+  return file
