@@ -122,7 +122,7 @@ def decode_view(w: W12Array) -> BFloat16[Array, "O I"]:
 
 def take(w: W12Array, rows: Int[Array, " N"]) -> BFloat16[Array, "N I"]:
   """Some rows of the matrix, bit for bit; ids are clipped to the range."""
-  rows = jnp.clip(rows, 0, w.shape[0] - 1)
+  rows = jnp.clip(rows.astype(jnp.int32), 0, w.shape[0] - 1)
   size = w.low.shape[0]
   quarter, lane = rows // size, rows % size
   pair = jnp.where((quarter < 2)[:, None], w.view01[lane], w.view23[lane])
@@ -131,13 +131,14 @@ def take(w: W12Array, rows: Int[Array, " N"]) -> BFloat16[Array, "N I"]:
   low = (w.low[lane].astype(jnp.int32) >> (4 * quarter)[:, None]) & 15
   dense = bits((byte << 4) | low, w.base[rows][:, None].astype(jnp.int32))
   start, end = w.row_start[rows], w.row_start[rows + 1]
+  # Patterns, not numbers, are gathered: a NaN keeps its payload.
+  values = lax.bitcast_convert_type(w.values, jnp.uint16)
 
   def entry(i, dense):
     at = start + i
     column = jnp.where(at < end, w.columns[at], w.shape[1])
-    exact = lax.bitcast_convert_type(w.values[at], jnp.uint16)
     places = jnp.arange(rows.size), column
-    return dense.at[places].set(exact, mode="drop")
+    return dense.at[places].set(values[at], mode="drop")
 
   longest = jnp.max(end - start, initial=0)
   dense = lax.fori_loop(0, longest, entry, dense)

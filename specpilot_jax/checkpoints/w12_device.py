@@ -1,0 +1,174 @@
+"""Matrices into W12 on the device that they are on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, BFloat16, Int32, UInt8, UInt16
+
+from pallas_kernels.w12_array import MAX_BASE, MIN_BASE, WINDOW, W12Array
+from specpilot_jax.checkpoints import w12
+from specpilot_jax.errors import SpecPilotError
+
+BLOCK = 1 << 22
+"""Weights whose windows and lists are found at once."""
+MIN_ENTRIES = 1 << 12
+"""Lists are made with room for this times a power of two, so that few sizes
+are compiled for."""
+
+
+def encode_on_device(weight: jax.Array) -> W12Array:
+  """A matrix in W12, bit for bit as `w12.encode` makes it.
+
+  Beside the matrix and the result, memory is needed for a few 32-bit numbers
+  for each weight of a block, and for the lists once more at up to twice their
+  size. Waits for the device once, to learn how long the lists are.
+
+  Args:
+    weight: bfloat16 [O, I].
+
+  Returns:
+    Leaves on the device of the matrix.
+
+  Raises:
+    SpecPilotError: as `w12.encode`.
+  """
+  w12.check_matrix(weight)
+  base, row_start = _windows(weight)
+  entries = int(row_start[-1])
+  if entries < 0:
+    raise SpecPilotError(
+      f"W12 lists {2**31 - 1} weights at most, matrix {list(weight.shape)} has "
+      "more outside its windows"
+    )
+  room = MIN_ENTRIES
+  while room < entries:
+    room *= 2
+  view01, view23, low = _planes(weight, base)
+  columns, values = _lists(weight, base, row_start, room)
+  entries = max(1, entries)
+  return W12Array(
+    view01=view01,
+    view23=view23,
+    low=low,
+    base=base,
+    row_start=row_start,
+    columns=columns[:entries],
+    values=values[:entries],
+    shape=(weight.shape[0], weight.shape[1]),
+  )
+
+
+def _block(weight: Array, index: Array | int) -> tuple[Array, UInt16[Array, "B I"]]:
+  """First row and patterns of a block; the last one begins early if need be."""
+  rows, width = weight.shape
+  size = _block_size(rows, width)
+  first = jnp.minimum(index * size, rows - size)
+  block = lax.dynamic_slice_in_dim(weight, first, size)
+  return first, lax.bitcast_convert_type(block, jnp.uint16)
+
+
+def _block_size(rows: int, width: int) -> int:
+  return min(max(1, BLOCK // width), rows)
+
+
+def _num_blocks(rows: int, width: int) -> int:
+  return -(-rows // _block_size(rows, width))
+
+
+@jax.jit
+def _windows(
+  weight: BFloat16[Array, "O I"],
+) -> tuple[UInt8[Array, " R"], Int32[Array, " R1"]]:
+  """Windows of all rows, and where their lists begin."""
+  rows, width = weight.shape
+
+  def step(i, found):
+    first, bits = _block(weight, i)
+    magnitude = bits & 0x7FFF
+    exponent = (magnitude >> 7)[:, None]
+    each = jnp.arange(256, dtype=jnp.uint16)[:, None]
+    counts = jnp.sum(exponent == each, axis=2, dtype=jnp.int32)
+    below = jnp.cumsum(counts, axis=1)
+    lowest, highest = MIN_BASE + WINDOW - 1, MAX_BASE + WINDOW - 1
+    held = below[:, lowest : highest + 1] - below[:, MIN_BASE - 1 : MAX_BASE]
+    occurs = counts[:, lowest : highest + 1] > 0
+    occurs = occurs.at[:, 0].set(True)
+    held = jnp.where(occurs, held, -1)
+    base = MAX_BASE - jnp.argmax(held[:, ::-1], axis=1)
+    present = jnp.sum(magnitude != 0, axis=1, dtype=jnp.int32)
+    new = base.astype(jnp.uint8), present - jnp.max(held, axis=1)
+    return tuple(
+      lax.dynamic_update_slice_in_dim(old, part, first, 0)
+      for old, part in zip(found, new, strict=True)
+    )
+
+  padded = 4 * -(-rows // 4)
+  base = jnp.full(padded, MIN_BASE, jnp.uint8)
+  outside = jnp.zeros(padded, jnp.int32)
+  base, outside = lax.fori_loop(
+    0, _num_blocks(rows, width), step, (base, outside)
+  )
+  row_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(outside)])
+  return base, row_start
+
+
+@jax.jit
+def _planes(
+  weight: BFloat16[Array, "O I"], base: UInt8[Array, " R"]
+) -> tuple[UInt16[Array, "P I"], UInt16[Array, "P I"], UInt16[Array, "P I"]]:
+  rows = weight.shape[0]
+  lanes = base.size // 4
+
+  def codes(i: int) -> UInt16[Array, "P I"]:
+    quarter = weight[i * lanes : min((i + 1) * lanes, rows)]
+    missing = lanes - quarter.shape[0]
+    bits = lax.bitcast_convert_type(quarter, jnp.uint16)
+    bits = jnp.pad(bits, ((0, missing), (0, 0)))
+    start = base[i * lanes : (i + 1) * lanes].astype(jnp.uint16) << 7
+    magnitude = bits & 0x7FFF
+    offset = magnitude - start[:, None]
+    inside = offset < WINDOW << 7
+    code = jnp.where(inside, offset + 128, 0)
+    sign = jnp.where(inside | (magnitude == 0), (bits >> 4) & 0x800, 0)
+    return sign | code
+
+  a, b, c, d = (codes(i) for i in range(4))
+  view01 = (a >> 4) | ((b << 4) & 0xFF00)
+  view23 = (c >> 4) | ((d << 4) & 0xFF00)
+  low = (a & 15) | ((b & 15) << 4) | ((c & 15) << 8) | (d << 12)
+  return view01, view23, low
+
+
+@functools.partial(jax.jit, static_argnames="room")
+def _lists(
+  weight: BFloat16[Array, "O I"],
+  base: UInt8[Array, " R"],
+  row_start: Int32[Array, " R1"],
+  room: int,
+) -> tuple[Int32[Array, " n"], BFloat16[Array, " n"]]:
+  """Columns and values, and zeros behind them."""
+  rows, width = weight.shape
+
+  def step(i, found):
+    first, bits = _block(weight, i)
+    size = bits.shape[0]
+    begin = lax.dynamic_slice_in_dim(base, first, size).astype(jnp.uint16) << 7
+    magnitude = bits & 0x7FFF
+    outside = magnitude - begin[:, None] >= WINDOW << 7
+    listed = outside & (magnitude != 0)
+    rank = jnp.cumsum(listed, axis=1, dtype=jnp.int32) - 1
+    start = lax.dynamic_slice_in_dim(row_start, first, size)[:, None]
+    place = jnp.where(listed, start + rank, room)
+    column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), bits.shape)
+    columns, values = found
+    return (
+      columns.at[place].set(column, mode="drop"),
+      values.at[place].set(bits, mode="drop"),
+    )
+
+  empty = jnp.zeros(room, jnp.int32), jnp.zeros(room, jnp.uint16)
+  columns, values = lax.fori_loop(0, _num_blocks(rows, width), step, empty)
+  return columns, lax.bitcast_convert_type(values, jnp.bfloat16)
