@@ -147,7 +147,7 @@ def open_source(
       name=str(path),
       notes=_notes(reader.tensors, plain),
       sha256=digests,
-      fingerprint=digests,
+      fingerprint=lambda: digests,
       dtypes=dtypes,
       read_blocks=lambda name: fused_blocks(table[name], dtypes[name], read),
     )

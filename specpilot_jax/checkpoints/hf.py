@@ -98,7 +98,7 @@ def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
       name=str(folder),
       notes=weights.notes,
       sha256=digests,
-      fingerprint=digests,
+      fingerprint=lambda: digests,
       dtypes=weights.dtypes(),
       read_blocks=weights.blocks,
     )

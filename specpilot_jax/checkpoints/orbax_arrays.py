@@ -165,15 +165,15 @@ def read_tree(folder: pathlib.Path) -> dict[str, Any]:
   with (
     quiet(),
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-    damage(folder),
   ):
-    item = checkpointer.metadata(folder).item_metadata
-    # Orbax logs what is wrong with it, and gives None.
-    stored = None if item is None else dict(item.tree)
-  if stored is None:
-    raise SpecPilotError(
-      f"{folder}: damaged Orbax checkpoint (unreadable metadata)"
-    )
+    with damage(folder):
+      item = checkpointer.metadata(folder).item_metadata
+      # Orbax logs what is wrong with it, and gives None.
+      stored = None if item is None else dict(item.tree)
+    if stored is None:
+      raise SpecPilotError(
+        f"{folder}: damaged Orbax checkpoint (unreadable metadata)"
+      )
   return stored
 
 

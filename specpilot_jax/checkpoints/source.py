@@ -33,12 +33,12 @@ class Source:
     name: see `Checkpoint.source`.
     notes: see `Checkpoint`.
     sha256: see `Checkpoint`.
-    fingerprint: hex digest of every file that is read, by its name; `sha256`
-      unless the files are themselves a conversion.
+    fingerprint: hex digests of what is read, by file name; `sha256` unless
+      the files are a conversion themselves.
     dtypes: of the parameters, in the order of `layout`.
     read_blocks: a parameter's rows, block by block.
-    read_stored: set where parameters are stored as W12 too: gives one as it
-      is stored, `W12Array` or array.
+    read_stored: where parameters may be stored in W12: one as it is stored,
+      `W12Array` or array.
   """
 
   config: ModelConfig
@@ -46,7 +46,7 @@ class Source:
   name: str
   notes: tuple[str, ...]
   sha256: Mapping[str, str]
-  fingerprint: Mapping[str, str]
+  fingerprint: Callable[[], Mapping[str, str]]
   dtypes: Mapping[str, np.dtype]
   read_blocks: Callable[[str], Iterator[np.ndarray]]
   read_stored: Callable[[str], Any] | None = None
@@ -61,16 +61,23 @@ class Source:
 
   def read(self, name: str) -> np.ndarray:
     """A whole parameter; raises as the blocks do."""
-    array = np.empty(self.shape(name), self.dtypes[name])
+    array = None
     start = 0
     for block in self.read_blocks(name):
+      if array is None:
+        shape = self.shape(name)
+        if len(block) == shape[0]:
+          array = block
+          continue
+        array = np.empty(shape, self.dtypes[name])
       array[start : start + len(block)] = block
       start += len(block)
+    assert array is not None  # Every parameter has rows.
     return array
 
-  def checkpoint(self) -> common.Checkpoint:
-    """The model with all parameters read; W12 stays W12."""
-    read = self.read_stored or self.read
+  def checkpoint(self, *, decode: bool = False) -> common.Checkpoint:
+    """The model with all parameters read; W12 stays W12 unless decoded."""
+    read = self.read if decode or not self.read_stored else self.read_stored
     return common.Checkpoint(
       config=self.config,
       params={name: read(name) for name in self.dtypes},

@@ -14,9 +14,10 @@ import numpy as np
 
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import checkpoint as common
-from specpilot_jax.checkpoints import orbax_arrays, w12
+from specpilot_jax.checkpoints import orbax_arrays, w12_storage
 from specpilot_jax.errors import SpecPilotError
 
+METADATA = "specpilot.json"
 W12 = "w12"
 """The encoding's name in records."""
 
@@ -28,7 +29,7 @@ def is_w12(record: Mapping[str, Any]) -> bool:
 def arrays(name: str, value: np.ndarray | W12Array) -> dict[str, np.ndarray]:
   """What is stored of a parameter, by its keys in the tree."""
   if isinstance(value, W12Array):
-    parts = w12.to_arrays(value)
+    parts = w12_storage.to_arrays(value)
     return {f"{name}.{part}": array for part, array in parts.items()}
   return {name: value}
 
@@ -40,7 +41,10 @@ def record(value: np.ndarray | W12Array) -> dict[str, Any]:
     "dtype": str(value.dtype),
   }
   if isinstance(value, W12Array):
-    parts = {part: record(array) for part, array in w12.to_arrays(value).items()}
+    parts = {
+      part: record(array)
+      for part, array in w12_storage.to_arrays(value).items()
+    }
     return entry | {"encoding": W12, "parts": parts}
   return entry | {"crc32": orbax_arrays.crc32(value)}
 
@@ -116,7 +120,7 @@ def restore(
     for part, item in entry["parts"].items()
   }
   where = f"{folder}: parameter {name!r}"
-  value = w12.from_arrays(parts, tuple(entry.get("shape") or ()), where)
+  value = w12_storage.from_arrays(parts, where)
   # The codec takes any weight; a model has none that is not finite.
   bad = common.nonfinite(parts["values"])
   if bad:
@@ -134,7 +138,7 @@ def _array(
     found = str(found) if field == "dtype" else list(found)
     if found != entry.get(field):
       raise SpecPilotError(
-        f"{folder}: {what} has {field} {found}, the metadata say"
+        f"{folder}: {what} has {field} {found}, {METADATA} says"
         f" {entry.get(field)}"
       )
   if "crc32" in entry and orbax_arrays.crc32(array) != entry["crc32"]:

@@ -61,7 +61,9 @@ def encode_on_device(weight: jax.Array) -> W12Array:
   )
 
 
-def _block(weight: Array, index: Array | int) -> tuple[Array, UInt16[Array, "B I"]]:
+def _block(
+  weight: Array, index: Array | int
+) -> tuple[Array, UInt16[Array, "B I"]]:
   """First row and patterns of a block; the last one begins early if need be."""
   rows, width = weight.shape
   size = _block_size(rows, width)

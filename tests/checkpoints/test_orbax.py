@@ -100,8 +100,8 @@ class OrbaxTest(parameterized.TestCase):
     def write(**changes):
       path.write_text(json.dumps(metadata | changes))
 
-    write(version=2)
-    self.refused("specpilot.json: version is 2, this release reads 1")
+    write(version=3)
+    self.refused("specpilot.json: version is 3, this release reads 1 and 2")
     write(format="other")
     self.refused("specpilot.json: format is 'other', expected")
     write(notes=None)
