@@ -45,6 +45,8 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 2**30
+"""Above this the weights are sharded, with an index."""
 
 # Longest first: the text model sits under these in multimodal checkpoints.
 _TEXT_PREFIXES = (
@@ -312,7 +314,7 @@ def save(
   params: Mapping[str, Any],
   *,
   tokenizer_files: Mapping[str, bytes] | None = None,
-  max_shard_bytes: int = 5 * 2**30,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
   """Writes a folder that `transformers` and `load` read.
 
@@ -340,25 +342,13 @@ def save(
       np.asarray(params[name]), config.name, name, fused.shape
     )
   fields = to_hf(config, str(np.asarray(params["embed.weight"]).dtype))
-  shards: list[dict[str, np.ndarray]] = [{}]
-  size = total = 0
+  tensors: dict[str, np.ndarray] = {}
   for name, fused in table.items():
-    tensors = split(fused, np.ascontiguousarray(np.asarray(params[name])))
-    for tensor, array in tensors.items():
-      if shards[-1] and size + array.nbytes > max_shard_bytes:
-        shards.append({})
-        size = 0
-      shards[-1][tensor] = array
-      size += array.nbytes
-      total += array.nbytes
-  count = len(shards)
-  names = [WEIGHTS]
-  if count > 1:
-    names = [
-      f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
-    ]
+    tensors |= split(fused, np.ascontiguousarray(np.asarray(params[name])))
+  files = shards({t: a.nbytes for t, a in tensors.items()}, max_shard_bytes)
   with common.new_folder(folder) as staging:
-    for file, shard in zip(names, shards, strict=True):
+    for file, names in files.items():
+      shard = {tensor: tensors[tensor] for tensor in names}
       # transformers wants to know which framework's layout the rows have.
       try:
         safetensors.numpy.save_file(
@@ -368,14 +358,34 @@ def save(
         raise SpecPilotError(
           f"{folder}: cannot be written ({common.first_line(error)})"
         ) from None
-    if count > 1:
-      weight_map = {
-        tensor: file
-        for file, shard in zip(names, shards, strict=True)
-        for tensor in shard
-      }
+    if len(files) > 1:
+      total = sum(array.nbytes for array in tensors.values())
+      weight_map = {tensor: f for f, names in files.items() for tensor in names}
       index = {"metadata": {"total_size": total}, "weight_map": weight_map}
       (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (staging / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     for file, content in (tokenizer_files or {}).items():
       (staging / file).write_bytes(content)
+
+
+def shards(nbytes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+  """File name -> tensors in it.
+
+  Args:
+    nbytes: of each tensor, in the order in which files are filled.
+    max_bytes: of a file, unless one tensor has more.
+  """
+  groups: list[list[str]] = [[]]
+  size = 0
+  for tensor, count in nbytes.items():
+    if groups[-1] and size + count > max_bytes:
+      groups.append([])
+      size = 0
+    groups[-1].append(tensor)
+    size += count
+  if len(groups) == 1:
+    return {WEIGHTS: groups[0]}
+  return {
+    f"model-{i:05}-of-{len(groups):05}.safetensors": group
+    for i, group in enumerate(groups, 1)
+  }

@@ -30,6 +30,11 @@ class Fused:
   parts: tuple[Part, ...]
   shape: tuple[int, ...]
 
+  @property
+  def is_matrix(self) -> bool:
+    """Whether inputs are multiplied by it; a depthwise kernel is none."""
+    return len(self.parts[0].shape) == 2
+
 
 def _rows(*parts: tuple[str, int, int]) -> Fused:
   """Matrices [rows, columns] of one width, one below the other."""

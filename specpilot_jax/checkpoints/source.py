@@ -61,19 +61,8 @@ class Source:
 
   def read(self, name: str) -> np.ndarray:
     """A whole parameter; raises as the blocks do."""
-    array = None
-    start = 0
-    for block in self.read_blocks(name):
-      if array is None:
-        shape = self.shape(name)
-        if len(block) == shape[0]:
-          array = block
-          continue
-        array = np.empty(shape, self.dtypes[name])
-      array[start : start + len(block)] = block
-      start += len(block)
-    assert array is not None  # Every parameter has rows.
-    return array
+    blocks = self.read_blocks(name)
+    return assemble(blocks, self.shape(name), self.dtypes[name])
 
   def checkpoint(self, *, decode: bool = False) -> common.Checkpoint:
     """The model with all parameters read; W12 stays W12 unless decoded."""
@@ -86,6 +75,24 @@ class Source:
       notes=self.notes,
       sha256=self.sha256,
     )
+
+
+def assemble(
+  blocks: Iterator[np.ndarray], shape: Sequence[int], dtype: np.dtype
+) -> np.ndarray:
+  """One array of blocks of rows: a copy, unless there is one block alone."""
+  array = None
+  start = 0
+  for block in blocks:
+    if array is None:
+      if len(block) == shape[0]:
+        array = block
+        continue
+      array = np.empty(tuple(shape), dtype)
+    array[start : start + len(block)] = block
+    start += len(block)
+  assert array is not None  # Every parameter has rows.
+  return array
 
 
 def fused_dtypes(
