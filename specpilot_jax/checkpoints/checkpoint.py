@@ -134,10 +134,7 @@ def check_weights_option(weights: str) -> None:
 def write_whole(path: pathlib.Path, content: bytes) -> None:
   """Writes a file that is there complete or not at all; raises OSError."""
   partial = path.with_name(f".{path.name}.tmp")
-  with open(partial, "wb") as file:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
+  partial.write_bytes(content)
   partial.replace(path)
 
 

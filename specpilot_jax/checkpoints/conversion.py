@@ -5,18 +5,19 @@ twice the largest parameter. A parameter is what this package stores as one,
 such as q, k and v of a layer together.
 """
 
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
 from specpilot_jax.checkpoints import checkpoint as common
-from specpilot_jax.checkpoints import open_source, progress
+from specpilot_jax.checkpoints import open_source, orbax_arrays, progress
 from specpilot_jax.checkpoints.hf_writer import HuggingFaceWriter
-from specpilot_jax.checkpoints.layout import layout
 from specpilot_jax.checkpoints.source import Source
 from specpilot_jax.checkpoints.unfinished import (
   RESULT,
@@ -28,6 +29,7 @@ from specpilot_jax.checkpoints.writers import (
   Entry,
   OrbaxWriter,
   Parameter,
+  Prepared,
   Writer,
   digest,
 )
@@ -38,6 +40,9 @@ FORMATS = (W12, BF16, SAFETENSORS)
 FORMAT = "specpilot-jax conversion"
 VERSION = 1
 """Of what an unfinished conversion leaves."""
+
+MAX_PENDING = 4
+"""Parameters that wait to be written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +158,9 @@ def _plan(
   source: Source, name: str, kind: str, round_to_bf16: bool
 ) -> dict[str, np.dtype]:
   """What each parameter is written in, before W12."""
-  table = layout(source.config)
   plan = {}
   for parameter, dtype in source.dtypes.items():
-    if table[parameter].is_matrix and dtype != common.BFLOAT16:
+    if source.table[parameter].is_matrix and dtype != common.BFLOAT16:
       if round_to_bf16:
         dtype = common.BFLOAT16
       elif kind != SAFETENSORS:
@@ -193,24 +197,83 @@ def _write_all(
 ) -> int:
   """Writes what is not written yet; returns how much was."""
   resumed = 0
-  for name, dtype in plan.items():
-    if name in work.done:
-      if _is_whole(writer, name, work.done[name]):
-        resumed += 1
-        advance(source.nbytes(name), name)
-        continue
-      work.forget(name)
-    advance(0, name)
-    count = _Count()
+  counts = {name: _Count() for name in plan}
+  parameters = {
+    name: _parameter(source, name, dtype, counts[name])
+    for name, dtype in plan.items()
+  }
+  most = max(map(writer.working_bytes, parameters.values()))
+
+  def finished(name: str, entry: Entry) -> None:
+    count = counts[name]
+    rounding = {"rounded": count.values, "changed": count.lost}
+    work.record(name, entry | rounding)
+    advance(source.nbytes(name), name)
+
+  with orbax_arrays.quiet(), _Behind(most, finished) as behind:
+    for name, parameter in parameters.items():
+      if name in work.done:
+        if _is_whole(writer, name, work.done[name]):
+          resumed += 1
+          advance(source.nbytes(name), name)
+          continue
+        work.forget(name)
+      behind.make_room(writer.working_bytes(parameter))
+      behind.add(name, writer.prepare(parameter))
+  return resumed
+
+
+class _Behind:
+  """Writes in a thread of its own, while the next parameters are prepared.
+
+  Args:
+    most_bytes: that may be in memory, in all.
+    finished: called in this thread with what is written, in order.
+  """
+
+  def __init__(self, most_bytes: int, finished: Callable[[str, Entry], None]):
+    self._most = most_bytes
+    self._finished = finished
+    self._thread = concurrent.futures.ThreadPoolExecutor(1)
+    self._pending: collections.deque[
+      tuple[str, int, concurrent.futures.Future[Entry]]
+    ] = collections.deque()
+
+  def make_room(self, nbytes: int) -> None:
+    """Waits until so much more may be in memory."""
+    while self._pending and (
+      len(self._pending) >= MAX_PENDING
+      or nbytes + sum(size for _, size, _ in self._pending) > self._most
+    ):
+      self._wait()
+
+  def add(self, name: str, prepared: Prepared) -> None:
+    future = self._thread.submit(prepared.write)
+    self._pending.append((name, prepared.nbytes, future))
+
+  def _wait(self) -> None:
+    name, _, future = self._pending.popleft()
     try:
-      entry = writer.put(_parameter(source, name, dtype, count))
+      entry = future.result()
     except (SpecPilotError, OSError):
       raise
     except Exception as error:  # TensorStore's do not say what they are.
       raise OSError(f"{common.first_line(error)}; parameter {name!r}") from None
-    work.record(name, entry | {"rounded": count.values, "changed": count.lost})
-    advance(source.nbytes(name), name)
-  return resumed
+    self._finished(name, entry)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, error, traceback) -> None:
+    try:
+      # What was written before a failure is done all the same.
+      while self._pending:
+        self._wait()
+    except Exception:
+      if kind is None:
+        raise
+    finally:
+      self._thread.shutdown(cancel_futures=True)
 
 
 def _is_whole(writer: Writer, name: str, entry: Entry) -> bool:
@@ -234,7 +297,7 @@ class _Count:
 def _parameter(
   source: Source, name: str, dtype: np.dtype, count: _Count
 ) -> Parameter:
-  fused = layout(source.config)[name]
+  fused = source.table[name]
 
   def blocks() -> Iterator[np.ndarray]:
     for block in source.read_blocks(name):

@@ -21,7 +21,7 @@ from specpilot_jax.checkpoints import hf, source
 from specpilot_jax.checkpoints.hf_config import to_hf
 from specpilot_jax.checkpoints.layout import layout
 from specpilot_jax.checkpoints.source import Source
-from specpilot_jax.checkpoints.writers import Entry, Parameter
+from specpilot_jax.checkpoints.writers import Entry, Parameter, Prepared
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 
@@ -107,7 +107,13 @@ class HuggingFaceWriter:
       order = [part.name for part in fused.parts]
       self._places[name].sort(key=lambda place: order.index(place.tensor))
 
-  def put(self, parameter: Parameter) -> Entry:
+  def working_bytes(self, parameter: Parameter) -> int:
+    return 0
+
+  def prepare(self, parameter: Parameter) -> Prepared:
+    return Prepared(0, lambda: self._write_blocks(parameter))
+
+  def _write_blocks(self, parameter: Parameter) -> Entry:
     places = self._places[parameter.name]
     sums = {place.tensor: 0 for place in places}
     rows = 0

@@ -41,6 +41,10 @@ def crc32(array: np.ndarray) -> int:
 
 def _run(task: Coroutine) -> Any:
   """The result, whether or not an event loop runs in this thread."""
+  try:
+    asyncio.get_running_loop()
+  except RuntimeError:
+    return asyncio.run(task)
   with concurrent.futures.ThreadPoolExecutor(1) as executor:
     return executor.submit(asyncio.run, task).result()
 
@@ -48,7 +52,9 @@ def _run(task: Coroutine) -> Any:
 def _infos(
   folder: pathlib.Path, names: Iterable[str], *, ocdbt: bool, reading: bool
 ) -> list[Any]:
-  settings: dict[str, Any] = {}
+  # Files are not flushed one by one: what a power cut loses of them does not
+  # fit the checksums.
+  settings: dict[str, Any] = {"file_io_sync": False}
   if reading:
     settings["file_io_concurrency"] = _READ_LIMIT
     settings["data_copy_concurrency"] = _READ_LIMIT
@@ -96,10 +102,10 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
   save = [ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for x in values]
 
   async def task():
-    for future in await handler.serialize(values, infos, save):
-      await asyncio.to_thread(future.result)
+    return await handler.serialize(values, infos, save)
 
-  _run(task())
+  for future in _run(task()):
+    future.result()
 
 
 def read(folder: pathlib.Path, names: Sequence[str]) -> list[np.ndarray]:

@@ -6,6 +6,8 @@ maps would count as memory for as long as the file is open.
 """
 
 import dataclasses
+import functools
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +21,8 @@ from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.tokenizer import Tokenizer
 
-BLOCK_BYTES = 16 << 20
-"""Of one block of rows, at most, unless a row has more."""
+BLOCK_BYTES = 4 << 20
+"""Of one block of rows, at most, unless a row has more: what caches hold."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,18 +53,19 @@ class Source:
   read_blocks: Callable[[str], Iterator[np.ndarray]]
   read_stored: Callable[[str], Any] | None = None
 
-  def shape(self, name: str) -> tuple[int, ...]:
-    return layout(self.config)[name].shape
+  @functools.cached_property
+  def table(self) -> dict[str, Fused]:
+    """See `layout`."""
+    return layout(self.config)
 
   def nbytes(self, name: str) -> int:
     """Bytes of a parameter in its own dtype."""
-    size = int(np.prod(self.shape(name), dtype=np.int64))
-    return size * self.dtypes[name].itemsize
+    return math.prod(self.table[name].shape) * self.dtypes[name].itemsize
 
   def read(self, name: str) -> np.ndarray:
     """A whole parameter; raises as the blocks do."""
     blocks = self.read_blocks(name)
-    return assemble(blocks, self.shape(name), self.dtypes[name])
+    return assemble(blocks, self.table[name].shape, self.dtypes[name])
 
   def checkpoint(self, *, decode: bool = False) -> common.Checkpoint:
     """The model with all parameters read; W12 stays W12 unless decoded."""

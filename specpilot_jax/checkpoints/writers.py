@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -39,11 +40,28 @@ class Parameter:
   blocks: Callable[[], Iterator[np.ndarray]]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+  """A parameter that is ready to be written.
+
+  Attributes:
+    nbytes: in memory until it is.
+    write: writes it, in any thread; raises whatever says that it cannot.
+  """
+
+  nbytes: int
+  write: Callable[[], Entry]
+
+
 class Writer(Protocol):
   """A checkpoint that is written parameter by parameter."""
 
-  def put(self, parameter: Parameter) -> Entry:
-    """Writes one; raises whatever says that it cannot be written."""
+  def working_bytes(self, parameter: Parameter) -> int:
+    """In memory while one is prepared, blocks apart."""
+    ...
+
+  def prepare(self, parameter: Parameter) -> Prepared:
+    """Makes one ready; raises what the blocks do."""
     ...
 
   def blocks(self, name: str, entry: Entry) -> Iterator[np.ndarray]:
@@ -90,13 +108,21 @@ class OrbaxWriter:
     self._params = folder / orbax.PARAMS
     self._encode = encode
 
-  def put(self, parameter: Parameter) -> Entry:
+  def working_bytes(self, parameter: Parameter) -> int:
+    size = math.prod(parameter.shape) * parameter.dtype.itemsize
+    return size * 7 // 4 if self._encode and parameter.is_matrix else size
+
+  def prepare(self, parameter: Parameter) -> Prepared:
     value, more = self._value(parameter)
-    entry = stored.record(value) | more
-    self._params.mkdir(exist_ok=True)
-    with orbax_arrays.quiet():
-      orbax_arrays.write(self._params, stored.arrays(parameter.name, value))
-    return entry
+
+    def write() -> Entry:
+      self._params.mkdir(exist_ok=True)
+      arrays = stored.arrays(parameter.name, value)
+      with orbax_arrays.quiet():
+        orbax_arrays.write(self._params, arrays)
+      return stored.record(value) | more
+
+    return Prepared(value.nbytes, write)
 
   def _value(self, parameter: Parameter) -> tuple[np.ndarray | W12Array, Entry]:
     """What to store; the matrix itself is given up where it is W12."""
