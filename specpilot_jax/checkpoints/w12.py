@@ -6,7 +6,8 @@ arithmetic. A second thread gained nothing where that was measured.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -70,7 +71,11 @@ def encode(weight: np.ndarray) -> W12Array:
   base = np.empty((4, lanes), np.uint8)
   counts = np.empty((4, lanes), np.int64)
 
-  def work(first: int, last: int, scratch: np.ndarray):
+  step = min(max(1, BLOCK // (4 * width)), lanes)
+  scratch = np.empty((3, 4 * step * width), np.uint16)
+  pieces = []
+  for first in range(0, lanes, step):
+    last = min(first + step, lanes)
     size = last - first
     raw, code, spare = scratch[:, : 4 * size * width].reshape(3, -1, width)
     for i in range(4):
@@ -78,11 +83,8 @@ def encode(weight: np.ndarray) -> W12Array:
       found = bits[start : min(start + size, rows)]
       raw[i * size : i * size + len(found)] = found
       raw[i * size + len(found) : (i + 1) * size] = 0
-    windows, at, values = _codes(raw, code, spare)
+    windows, at, patterns = _codes(raw, code, spare)
     base[:, first:last] = windows.reshape(4, size)
-    in_rows, columns = np.divmod(at, width)
-    found = np.bincount(in_rows, minlength=4 * size)
-    counts[:, first:last] = found.reshape(4, size)
     _pack(
       code.reshape(4, size, width),
       view01[first:last],
@@ -90,14 +92,16 @@ def encode(weight: np.ndarray) -> W12Array:
       low[first:last],
       spare[:size],
     )
+    in_rows, places = np.divmod(at, width)
+    in_row = np.bincount(in_rows, minlength=4 * size)
+    counts[:, first:last] = in_row.reshape(4, size)
     cuts = np.searchsorted(in_rows, [size, 2 * size, 3 * size])
-    columns = columns.astype(np.int32)
-    return np.split(columns, cuts), np.split(values, cuts)
-
-  found = _in_blocks(work, lanes, width)
-  pieces = [(c[i], v[i]) for i in range(4) for c, v in found]
-  columns = np.concatenate([c for c, _ in pieces])
-  values = np.concatenate([v for _, v in pieces])
+    places = np.split(places.astype(np.int32), cuts)
+    pieces.append(list(zip(places, np.split(patterns, cuts), strict=True)))
+  # A quarter after the other, not a block after the other.
+  in_order = [piece[i] for i in range(4) for piece in pieces]
+  columns = np.concatenate([places for places, _ in in_order])
+  values = np.concatenate([patterns for _, patterns in in_order])
   if columns.size > np.iinfo(np.int32).max:
     raise SpecPilotError(
       f"W12 lists {2**31 - 1} weights at most, matrix {list(weight.shape)} has "
@@ -107,42 +111,42 @@ def encode(weight: np.ndarray) -> W12Array:
     columns, values = np.zeros(1, np.int32), np.zeros(1, np.uint16)
   row_start = np.zeros(4 * lanes + 1, np.int32)
   np.cumsum(counts.ravel(), out=row_start[1:])
-  return W12Array(
-    view01=view01,
-    view23=view23,
-    low=low,
-    base=base.ravel(),
-    row_start=row_start,
-    columns=columns,
-    values=values.view(ml_dtypes.bfloat16),
-    shape=(rows, width),
-  )
+  leaves: dict[str, Any] = {
+    "view01": view01,
+    "view23": view23,
+    "low": low,
+    "base": base.ravel(),
+    "row_start": row_start,
+    "columns": columns,
+    "values": values.view(ml_dtypes.bfloat16),
+  }
+  return W12Array(**leaves, shape=(rows, width))
 
 
-def decode(w: W12Array) -> np.ndarray:
-  """The matrix, bit for bit.
+def decode(w: W12Array, first: int = 0, last: int | None = None) -> np.ndarray:
+  """The matrix or a run of its rows, bit for bit.
 
   Args:
-    w: leaves that are valid (`check`), NumPy's or others.
+    w: leaves that are valid (`w12_storage.check`), NumPy's or others.
+    first, last: rows first to last - 1; all without them.
 
   Returns:
-    bfloat16 [O, I].
+    bfloat16 [last - first, I].
   """
   rows, width = w.shape
+  last = rows if last is None else last
   view01, view23, low = map(np.asarray, (w.view01, w.view23, w.low))
   lanes = low.shape[0]
-  shift = (np.asarray(w.base).astype(np.uint16) - 1) << 7
-  result = np.empty(w.shape, np.uint16)
-
-  def work(first: int, last: int, scratch: np.ndarray) -> None:
-    for i, pair in enumerate((view01, view01, view23, view23)):
-      start = i * lanes + first
-      stop = min(i * lanes + last, rows)
-      if start >= stop:
-        continue
-      part = slice(first, first + stop - start)
-      size = (stop - start) * width
-      code, other = scratch[:2, :size].reshape(2, -1, width)
+  begin = (np.asarray(w.base).astype(np.uint16) - 1) << 7
+  result = np.empty((last - first, width), np.uint16)
+  step = max(1, BLOCK // width)
+  scratch = np.empty((2, min(step, lanes) * width), np.uint16)
+  for i, pair in enumerate((view01, view01, view23, view23)):
+    end = min(last, (i + 1) * lanes)
+    for start in range(max(first, i * lanes), end, step):
+      stop = min(start + step, end)
+      part = slice(start - i * lanes, stop - i * lanes)
+      code, other = scratch[:, : (stop - start) * width].reshape(2, -1, width)
       if i % 2:
         np.right_shift(pair[part], 4, out=code)
       else:
@@ -152,23 +156,20 @@ def decode(w: W12Array) -> np.ndarray:
       other &= 15
       code |= other
       zero = np.flatnonzero(code < 128)
-      code += shift[start:stop, None]
+      code += begin[start:stop, None]
       if i % 2:
         np.bitwise_and(pair[part], 0x8000, out=other)
       else:
         np.left_shift(pair[part], 8, out=other)
         other &= 0x8000
-      out = result[start:stop]
+      out = result[start - first : stop - first]
       np.bitwise_or(code, other, out=out)
       out.reshape(-1)[zero] = other.reshape(-1)[zero]
-
-  _in_blocks(work, lanes, width)
-  row_start = np.asarray(w.row_start)
-  end = row_start[-1]
-  if end:
-    in_rows = np.repeat(np.arange(4 * lanes), np.diff(row_start))
-    exact = np.asarray(w.values).view(np.uint16)[:end]
-    result[in_rows, np.asarray(w.columns)[:end]] = exact
+  row_start = np.asarray(w.row_start[first : last + 1])
+  entries = slice(row_start[0], row_start[-1])
+  in_rows = np.repeat(np.arange(last - first), np.diff(row_start))
+  exact = np.asarray(w.values[entries]).view(np.uint16)
+  result[in_rows, np.asarray(w.columns[entries])] = exact
   return result.view(ml_dtypes.bfloat16)
 
 
@@ -253,22 +254,6 @@ def size_report(arrays: Mapping[str, W12Array]) -> SizeReport:
     sum(r.nbytes for r in tensors),
   )
   return SizeReport(tensors, total)
-
-
-def _in_blocks(work: Callable, lanes: int, width: int) -> list:
-  """Calls work(first lane, last lane, scratch) for all lanes, in order.
-
-  Scratch is uint16 [3, weights of the block].
-
-  Returns:
-    What the calls returned.
-  """
-  size = min(max(1, BLOCK // (4 * width)), lanes)
-  scratch = np.empty((3, 4 * size * width), np.uint16)
-  return [
-    work(first, min(first + size, lanes), scratch)
-    for first in range(0, lanes, size)
-  ]
 
 
 def _codes(

@@ -4,15 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, BFloat16, Int32, UInt8, UInt16
 
-from pallas_kernels.w12_array import MAX_BASE, MIN_BASE, WINDOW, W12Array
+from pallas_kernels.w12_array import MIN_BASE, WINDOW, W12Array
 from specpilot_jax.checkpoints import w12
 from specpilot_jax.errors import SpecPilotError
 
-BLOCK = 1 << 22
+BLOCK = 1 << 23
 """Weights whose windows and lists are found at once."""
 MIN_ENTRIES = 1 << 12
 """Lists are made with room for this times a power of two, so that few sizes
@@ -89,19 +88,7 @@ def _windows(
 
   def step(i, found):
     first, bits = _block(weight, i)
-    magnitude = bits & 0x7FFF
-    exponent = (magnitude >> 7)[:, None]
-    each = jnp.arange(256, dtype=jnp.uint16)[:, None]
-    counts = jnp.sum(exponent == each, axis=2, dtype=jnp.int32)
-    below = jnp.cumsum(counts, axis=1)
-    lowest, highest = MIN_BASE + WINDOW - 1, MAX_BASE + WINDOW - 1
-    held = below[:, lowest : highest + 1] - below[:, MIN_BASE - 1 : MAX_BASE]
-    occurs = counts[:, lowest : highest + 1] > 0
-    occurs = occurs.at[:, 0].set(True)
-    held = jnp.where(occurs, held, -1)
-    base = MAX_BASE - jnp.argmax(held[:, ::-1], axis=1)
-    present = jnp.sum(magnitude != 0, axis=1, dtype=jnp.int32)
-    new = base.astype(jnp.uint8), present - jnp.max(held, axis=1)
+    new = _best_windows(bits & 0x7FFF)
     return tuple(
       lax.dynamic_update_slice_in_dim(old, part, first, 0)
       for old, part in zip(found, new, strict=True)
@@ -115,6 +102,55 @@ def _windows(
   )
   row_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(outside)])
   return base, row_start
+
+
+def _best_windows(
+  magnitude: UInt16[Array, "B I"],
+) -> tuple[UInt8[Array, " B"], Int32[Array, " B"]]:
+  """Windows of some rows, and how many weights each leaves outside.
+
+  From the window under a row's highest exponent on downwards, until what lies
+  above is no less than what the best so far leaves out.
+  """
+  exponent = magnitude >> 7
+  normal = (exponent > 0) & (exponent < 255)
+  lowest = MIN_BASE + WINDOW - 1
+
+  def count(mask):
+    return jnp.sum(mask, axis=1, dtype=jnp.int32)
+
+  def holds(top):
+    return count(
+      (exponent <= top[:, None]) & (exponent > top[:, None] - WINDOW)
+    )
+
+  def undecided(state):
+    top, above, _, lost = state
+    return (top > lowest) & (above < lost)
+
+  def lower(state):
+    top, above, best, lost = state
+    above += count(exponent == top[:, None])
+    top -= 1
+    occurs = (top == lowest) | jnp.any(exponent == top[:, None], axis=1)
+    left = normals - holds(top)
+    better = undecided(state) & occurs & (left < lost)
+    return (
+      jnp.where(undecided(state), top, state[0]),
+      jnp.where(undecided(state), above, state[1]),
+      jnp.where(better, top, best),
+      jnp.where(better, left, lost),
+    )
+
+  normals = count(normal)
+  top = jnp.max(jnp.where(normal, exponent, 0), axis=1)
+  top = jnp.maximum(top, lowest).astype(jnp.uint16)
+  first = top, jnp.zeros_like(normals), top, normals - holds(top)
+  _, _, best, lost = lax.while_loop(
+    lambda state: jnp.any(undecided(state)), lower, first
+  )
+  base = (best - (WINDOW - 1)).astype(jnp.uint8)
+  return base, lost + count((magnitude != 0) & ~normal)
 
 
 @jax.jit

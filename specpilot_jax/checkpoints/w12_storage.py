@@ -1,10 +1,11 @@
 """W12 matrices as plain named arrays, and checks of what comes from storage."""
 
-import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from pallas_kernels.w12_array import MAX_BASE, MIN_BASE, WINDOW, W12Array
 from specpilot_jax.errors import SpecPilotError
@@ -66,7 +67,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], name: str) -> W12Array:
   shape = np.asarray(arrays["shape"])
   if shape.dtype != np.int32 or shape.shape != (2,):
     raise _error(name, f"shape is {_kind(shape)}, expected int32 [2]")
-  parts = {part: np.asarray(arrays[part]) for part in _DTYPES}
+  parts: dict[str, Any] = {part: np.asarray(arrays[part]) for part in _DTYPES}
   rows, width = shape.tolist()
   w = W12Array(**parts, shape=(rows, width))
   check(w, name)
@@ -84,9 +85,8 @@ def check(w: W12Array, name: str) -> None:
     SpecPilotError: names the matrix, the part, the first wrong place in it,
       and what was expected there.
   """
-  w = dataclasses.replace(
-    w, **{part: np.asarray(getattr(w, part)) for part in _DTYPES}
-  )
+  parts: dict[str, Any] = {p: np.asarray(getattr(w, p)) for p in _DTYPES}
+  w = W12Array(**parts, shape=w.shape)
   _check_shapes(w, name)
   _check_rows(w, name)
   _check_lists(w, name)
@@ -101,8 +101,9 @@ def _kind(array: np.ndarray) -> str:
   return f"{array.dtype} {list(array.shape)}"
 
 
-def _first(wrong: np.ndarray) -> int | None:
+def _first(mask: npt.ArrayLike) -> int | None:
   """Where a mask is first set."""
+  wrong = np.asarray(mask)
   at = int(np.argmax(wrong)) if wrong.size else 0
   return at if wrong.size and wrong[at] else None
 

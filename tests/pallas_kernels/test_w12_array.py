@@ -1,0 +1,107 @@
+"""What plain JAX makes of W12 planes: the matrix, its rows, its view."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import w12_array
+from specpilot_jax.checkpoints import w12
+from tests.checkpoints import w12_matrices
+
+MATRICES = w12_matrices.adversarial() | {
+  "all_patterns": w12_matrices.every_pattern(257, 256),
+  "all_patterns_alone": w12_matrices.every_pattern(1 << 16, 1),
+  "all_patterns_in_a_row": w12_matrices.every_pattern(1, 1 << 16),
+  "gaussian": w12_matrices.gaussian(33, 200),
+}
+decode = jax.jit(w12_array.decode)
+decode_view = jax.jit(w12_array.decode_view)
+take = jax.jit(w12_array.take)
+
+
+def on_device(matrix: np.ndarray) -> w12_array.W12Array:
+  return jax.tree.map(jnp.asarray, w12.encode(matrix))
+
+
+def bits(array) -> np.ndarray:
+  array = np.asarray(array)
+  assert array.dtype == ml_dtypes.bfloat16
+  return array.view(np.uint16)
+
+
+class W12ArrayTest(parameterized.TestCase):
+  @parameterized.named_parameters(MATRICES.items())
+  def test_exact(self, matrix):
+    w = on_device(matrix)
+    np.testing.assert_array_equal(bits(decode(w)), bits(matrix))
+    np.testing.assert_array_equal(
+      bits(take(w, jnp.arange(len(matrix)))), bits(matrix)
+    )
+
+  @parameterized.named_parameters(MATRICES.items())
+  def test_view(self, matrix):
+    w = on_device(matrix)
+    view = np.asarray(decode_view(w))
+    exponent = (bits(matrix) >> 7) & 255
+    base = np.asarray(w.base)[: len(matrix), None]
+    inside = (exponent >= base) & (exponent < base + w12_array.WINDOW)
+    exact = matrix[inside].astype(np.float64)
+    close = view[inside].astype(np.float64)
+    self.assertTrue(np.all(np.abs(close - exact) <= np.abs(exact) / 16))
+    self.assertTrue(np.all(np.signbit(close) == np.signbit(exact)))
+    # Zeros keep their sign; what is listed is +0.
+    zero = (bits(matrix) & 0x7FFF) == 0
+    np.testing.assert_array_equal(bits(view)[zero], bits(matrix)[zero])
+    self.assertFalse(bits(view)[~inside & ~zero].any())
+
+  def test_view_of_every_mantissa(self):
+    """Its upper three bits, and the middle of what they leave open."""
+    matrix = w12_matrices.patterns([0x3F80 + np.arange(128)])
+    view = bits(decode_view(on_device(matrix)))
+    expected = (bits(matrix) & 0xFFF0) | w12_array.MIDPOINT
+    np.testing.assert_array_equal(view, expected)
+
+  @parameterized.parameters(jnp.int8, jnp.uint16, jnp.int32)
+  def test_take(self, dtype):
+    matrix = w12_matrices.every_pattern(1003, 64)
+    w = on_device(matrix)
+    rows = np.array([0, 100, 100, 3, 127])
+    found = take(w, jnp.asarray(rows, dtype))
+    np.testing.assert_array_equal(bits(found), bits(matrix[rows]))
+
+  def test_take_clips_and_takes_none(self):
+    matrix = w12_matrices.every_pattern(9, 64)
+    w = on_device(matrix)
+    found = take(w, jnp.array([-1, -100, 9, 11, 12, 2**30]))
+    expected = matrix[[0, 0, 8, 8, 8, 8]]
+    np.testing.assert_array_equal(bits(found), bits(expected))
+    self.assertEqual(take(w, jnp.zeros(0, jnp.int32)).shape, (0, 64))
+
+  def test_fill_is_dropped(self):
+    """Whatever stands behind the end of the last row."""
+    matrix = w12_matrices.adversarial()["one_far"]
+    w = on_device(matrix)
+    w = dataclasses.replace(
+      w,
+      columns=jnp.append(w.columns, 2),
+      values=jnp.append(w.values, jnp.bfloat16(7)),
+    )
+    np.testing.assert_array_equal(bits(decode(w)), bits(matrix))
+    np.testing.assert_array_equal(bits(take(w, jnp.arange(7))), bits(matrix))
+
+  def test_tree(self):
+    w = w12.encode(w12_matrices.gaussian(5, 3))
+    leaves, tree = jax.tree.flatten(w)
+    self.assertLen(leaves, 7)
+    again = jax.tree.unflatten(tree, leaves)
+    self.assertEqual((again.shape, again.ndim), ((5, 3), 2))
+    self.assertEqual(again.dtype, jnp.bfloat16)
+    self.assertEqual(w.nbytes, 3 * 2 * 2 * 3 + 8 + 4 * 9 + 6)
+
+
+if __name__ == "__main__":
+  absltest.main()
