@@ -15,14 +15,14 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
 
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import checkpoint as common
-from specpilot_jax.checkpoints import stored, w12, w12_storage
+from specpilot_jax.checkpoints import stored, w12_storage
 from specpilot_jax.checkpoints.layout import layout
 from specpilot_jax.checkpoints.source import Source
 from specpilot_jax.configs import ModelConfig
@@ -202,10 +202,6 @@ def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
     _check(value, str(params), name, table[name].shape)
     return value
 
-  def read_blocks(name: str) -> Iterator[np.ndarray]:
-    value = read_stored(name)
-    yield w12.decode(value) if isinstance(value, W12Array) else value
-
   yield Source(
     config=config,
     tokenizer=tokenizer,
@@ -214,7 +210,7 @@ def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
     sha256=_field(metadata, "sha256", dict, path),
     fingerprint=lambda: _fingerprint(folder),
     dtypes={name: _dtype(name, entry, path) for name, entry in records.items()},
-    read_blocks=read_blocks,
+    read_blocks=lambda name: stored.blocks(read_stored(name)),
     read_stored=read_stored,
   )
 

@@ -29,8 +29,9 @@ CHUNK_BYTES = 32 << 20
 """Of a file of an array, where its shape can be cut that far. What is in one
 piece is in memory twice while it is read."""
 
-_READ_LIMIT = {"limit": 2}
-"""Of the pieces that are copied or decompressed at a time."""
+_READ_LIMIT = {"limit": 1}
+"""Of the pieces that are copied or decompressed at a time: what a second one
+would need stays with the process."""
 _SKELETON = ".skeleton"
 
 

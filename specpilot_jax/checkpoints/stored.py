@@ -7,14 +7,15 @@ for weights: an array without compression has no checksum of its own.
 """
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import checkpoint as common
-from specpilot_jax.checkpoints import orbax_arrays, w12_storage
+from specpilot_jax.checkpoints import orbax_arrays, w12, w12_storage
+from specpilot_jax.checkpoints.source import row_blocks
 from specpilot_jax.errors import SpecPilotError
 
 METADATA = "specpilot.json"
@@ -126,6 +127,15 @@ def restore(
   if bad:
     raise SpecPilotError(f"{where} has {bad} values that are NaN or infinite")
   return value
+
+
+def blocks(value: np.ndarray | W12Array) -> Iterator[np.ndarray]:
+  """A parameter's rows; those of W12 are decoded block by block."""
+  if not isinstance(value, W12Array):
+    yield value
+    return
+  for start, end in row_blocks(value.shape, 2 * value.shape[1]):
+    yield w12.decode(value, start, end)
 
 
 def _array(

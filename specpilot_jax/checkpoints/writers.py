@@ -142,10 +142,7 @@ class OrbaxWriter:
   def blocks(self, name: str, entry: Entry) -> Iterator[np.ndarray]:
     with orbax_arrays.quiet():
       value = stored.restore(self._params, name, entry)
-    if isinstance(value, W12Array):
-      # In a statement of its own, so that the parts are given up.
-      value = w12.decode(value)
-    yield value
+    yield from stored.blocks(value)
 
   def close(self, entries: Mapping[str, Entry]) -> None:
     with orbax_arrays.quiet():
