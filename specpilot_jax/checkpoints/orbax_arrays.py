@@ -25,8 +25,9 @@ from etils import epath
 from specpilot_jax.checkpoints import checkpoint as common
 from specpilot_jax.errors import SpecPilotError
 
-CHUNK_BYTES = 32 << 20
-"""Of a file of an array, where its shape can be cut that far. What is in one
+CHUNK_BYTES = 64 << 20
+"""Of a file of an array, where its shape can be cut that far: the half of it
+at least, which the allocator gives back to the system at once. What is in one
 piece is in memory twice while it is read."""
 
 _READ_LIMIT = {"limit": 1}
