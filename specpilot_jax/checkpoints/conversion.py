@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from specpilot_jax.checkpoints import checkpoint as common
-from specpilot_jax.checkpoints import open_source, orbax_arrays, progress
+from specpilot_jax.checkpoints import hf, open_source, orbax_arrays, progress
 from specpilot_jax.checkpoints.hf_writer import HuggingFaceWriter
 from specpilot_jax.checkpoints.source import Source
 from specpilot_jax.checkpoints.unfinished import (
@@ -98,6 +98,7 @@ def convert(
   *,
   round_to_bf16: bool = False,
   verify: bool = False,
+  max_shard_bytes: int = hf.MAX_SHARD_BYTES,
   show_progress: bool = False,
 ) -> Report:
   """Writes a model in another format.
@@ -112,6 +113,7 @@ def convert(
       and depthwise kernels keep what they are stored in.
     verify: read the output back, decode it, and compare every bit with the
       source's.
+    max_shard_bytes: of a safetensors file, unless one tensor has more.
     show_progress: on stderr.
 
   Raises:
@@ -130,10 +132,14 @@ def convert(
       "version": VERSION,
       "to": kind,
       "round_to_bf16": round_to_bf16,
+      "max_shard_bytes": max_shard_bytes,
       "sha256": dict(opened.fingerprint()),
     }
     # Before anything is written: a config may have no form in the format.
-    writer = _writer(opened, plan, kind, folder_of(output) / RESULT)
+    folder = folder_of(output) / RESULT
+    writer: Writer = OrbaxWriter(folder, encode=kind == W12)
+    if kind == SAFETENSORS:
+      writer = HuggingFaceWriter(folder, opened.config, plan, max_shard_bytes)
     with unfinished(output, begun) as work:
       with _progress(show_progress, f"to {kind}", opened) as advance:
         resumed = _write_all(opened, plan, writer, work, advance)
@@ -170,14 +176,6 @@ def _plan(
         )
     plan[parameter] = dtype
   return plan
-
-
-def _writer(
-  source: Source, plan: Mapping[str, np.dtype], kind: str, folder: pathlib.Path
-) -> Writer:
-  if kind == SAFETENSORS:
-    return HuggingFaceWriter(folder, source.config, plan)
-  return OrbaxWriter(folder, encode=kind == W12)
 
 
 def _progress(

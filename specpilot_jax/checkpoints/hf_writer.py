@@ -61,8 +61,7 @@ class HuggingFaceWriter:
     folder: pathlib.Path,
     config: ModelConfig,
     dtypes: Mapping[str, np.dtype],
-    *,
-    max_shard_bytes: int = hf.MAX_SHARD_BYTES,
+    max_shard_bytes: int,
   ):
     self._folder = folder
     self._dtypes = dtypes

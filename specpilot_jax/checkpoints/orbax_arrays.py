@@ -156,9 +156,9 @@ def write_tree(folder: pathlib.Path, tree: Mapping[str, Any]) -> None:
   )
   with ocp.Checkpointer(handler) as checkpointer:
     checkpointer.save(skeleton, args=ocp.args.PyTreeSave(numbers(tree)))
-  for file in skeleton.iterdir():
-    if file.is_file():
-      file.replace(folder / file.name)
+  # A third file says that a save to this folder, soon another, succeeded.
+  for file in skeleton.glob("_*"):
+    file.replace(folder / file.name)
   shutil.rmtree(skeleton)
 
 
