@@ -185,11 +185,16 @@ def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
   table = layout(config)
   params = folder / PARAMS
   records = _field(metadata, "params", dict, path)
+  if not params.is_dir():
+    raise SpecPilotError(f"{params}: the weights are missing")
+  for name in table:
+    if name in records:
+      stored.check_record(name, records[name], str(path))
+      stored.check_there(params, name, records[name])
   found = orbax_arrays.read_tree(params)
   for name in table:
     if name not in found or name not in records:
       raise SpecPilotError(f"{params}: parameter {name!r} is missing")
-    stored.check_record(name, records[name], str(path))
   for name in found:
     if name not in table:
       raise SpecPilotError(f"{params}: unknown parameter {name!r}")

@@ -9,6 +9,7 @@ that does it for NumPy arrays within a tree does it here for one of them.
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import logging
 import pathlib
 import shutil
@@ -166,10 +167,8 @@ def read_tree(folder: pathlib.Path) -> dict[str, Any]:
   """The tree's keys, with Orbax's metadata of the array behind each.
 
   Raises:
-    SpecPilotError: there are no weights, or Orbax cannot read their metadata.
+    SpecPilotError: Orbax cannot read their metadata.
   """
-  if not folder.is_dir():
-    raise SpecPilotError(f"{folder}: the weights are missing")
   with (
     quiet(),
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
@@ -180,9 +179,26 @@ def read_tree(folder: pathlib.Path) -> dict[str, Any]:
       stored = None if item is None else dict(item.tree)
     if stored is None:
       raise SpecPilotError(
-        f"{folder}: damaged Orbax checkpoint (unreadable metadata)"
+        f"{folder}: damaged Orbax checkpoint (unreadable metadata"
+        f"{_unreadable(folder)})"
       )
   return stored
+
+
+def _unreadable(folder: pathlib.Path) -> str:
+  """Which of the files it is, where that can be seen."""
+  for path in sorted((*folder.glob("_*"), *folder.glob("*/.zarray"))):
+    try:
+      json.loads(path.read_bytes())
+    except (OSError, ValueError):
+      return f" in {path.relative_to(folder)}"
+  return ""
+
+
+def is_missing(folder: pathlib.Path, name: str) -> bool:
+  """Whether nothing is there of an array; False where files hold many."""
+  ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(epath.Path(folder))
+  return not ocdbt and not (folder / name / ".zarray").exists()
 
 
 @contextlib.contextmanager

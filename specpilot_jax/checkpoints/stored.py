@@ -75,6 +75,21 @@ def check_record(name: str, entry: Any, where: str) -> None:
     raise SpecPilotError(f"{where}: the entry of {name!r} is malformed")
 
 
+def check_there(
+  folder: pathlib.Path, name: str, entry: Mapping[str, Any]
+) -> None:
+  """Refuses a parameter of which an array is missing."""
+  if not is_w12(entry):
+    if orbax_arrays.is_missing(folder, name):
+      raise SpecPilotError(f"{folder}: parameter {name!r} is missing")
+    return
+  for part in entry["parts"]:
+    if orbax_arrays.is_missing(folder, f"{name}.{part}"):
+      raise SpecPilotError(
+        f"{folder}: part {part!r} of parameter {name!r} is missing"
+      )
+
+
 def check_keys(
   stored: Mapping[str, Any],
   records: Mapping[str, Mapping[str, Any]],
