@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -123,7 +124,7 @@ def convert(
   """
   if kind not in FORMATS:
     raise SpecPilotError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
-  output = pathlib.Path(output).absolute()
+  output = pathlib.Path(os.path.abspath(output))
   common.check_free(output)
   with open_source(source) as opened:
     plan = _plan(opened, str(source), kind, round_to_bf16)
@@ -255,8 +256,8 @@ class _Behind:
       entry = future.result()
     except (SpecPilotError, OSError):
       raise
-    except Exception as error:  # TensorStore's do not say what they are.
-      raise OSError(f"{common.first_line(error)}; parameter {name!r}") from None
+    except Exception as error:  # TensorStore's are of other types.
+      raise _os_error(error, name) from None
     self._finished(name, entry)
 
   def __enter__(self):
@@ -272,6 +273,14 @@ class _Behind:
         raise
     finally:
       self._thread.shutdown(cancel_futures=True)
+
+
+def _os_error(error: Exception, name: str) -> OSError:
+  """What it would have been outside of TensorStore."""
+  code = re.search(r"os_error_code='(\d+)'", str(error))
+  if code is not None:
+    return OSError(int(code[1]), os.strerror(int(code[1])))
+  return OSError(f"{common.first_line(error)}; parameter {name!r}")
 
 
 def _is_whole(writer: Writer, name: str, entry: Entry) -> bool:

@@ -30,7 +30,7 @@ _DIGESTS = "sha256"
 
 def folder_of(output: str | os.PathLike[str]) -> pathlib.Path:
   """Where a conversion to `output` is until it is finished."""
-  output = pathlib.Path(output).absolute()
+  output = pathlib.Path(os.path.abspath(output))
   return output.with_name(output.name + SUFFIX)
 
 
@@ -96,7 +96,7 @@ def unfinished(
     SpecPilotError: the output is taken or cannot be written, another process
       converts to it, or what was begun is another conversion.
   """
-  output = pathlib.Path(output).absolute()
+  output = pathlib.Path(os.path.abspath(output))
   common.check_free(output)
   folder = folder_of(output)
   work = Unfinished(folder)

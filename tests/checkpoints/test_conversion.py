@@ -1,10 +1,14 @@
 """Conversion: every way there and back, interruptions, refusals, memory."""
 
+import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 import tracemalloc
 from unittest import mock
@@ -23,6 +27,7 @@ from specpilot_jax.checkpoints import (
   load_checkpoint,
   orbax,
   orbax_arrays,
+  progress,
   source,
   stored,
   unfinished,
@@ -387,6 +392,51 @@ class ResumeTest(ConversionTestCase):
     self.output.mkdir()
     self.convert()  # An empty folder is free.
     self.refused("output: exists and is not an empty folder")
+
+
+class CommandTest(ConversionTestCase):
+  def run_command(self, *args):
+    return subprocess.run(
+      [
+        sys.executable,
+        "-m",
+        "specpilot_jax.checkpoints.convert",
+        f"--source={self.source}",
+        f"--output={self.output}",
+        *args,
+      ],
+      cwd=pathlib.Path(__file__).parents[2],
+      env=os.environ | {"JAX_PLATFORMS": "cpu"},
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+
+  def test_output_and_errors(self):
+    loaded = self.write_source("llama", np.float32)
+    done = self.run_command()
+    self.assertEqual(done.returncode, 2)
+    self.assertRegex(done.stderr, r"^error: .*give --round_to_bf16\n$")
+    done = self.run_command("--round_to_bf16", "--verify")
+    self.assertEqual((done.returncode, done.stderr), (0, ""))
+    lines = done.stdout.splitlines()
+    self.assertRegex(lines[0], r"output: w12, .* read back bit for bit$")
+    matrices = [a for a in loaded.params.values() if a.ndim == 2]
+    values = sum(a.size for a in matrices)
+    self.assertRegex(lines[1], rf"^rounding .* changed \d+ of {values} values$")
+    self.assertRegex(lines[2], "^note: weights are rounded to bfloat16")
+
+  def test_progress(self):
+    stream = io.StringIO()
+    with (
+      mock.patch.object(progress, "LINE_EVERY_S", 0.0),
+      contextlib.redirect_stderr(stream),
+    ):
+      self.write_source()
+      self.convert(show_progress=True, verify=True)
+    lines = stream.getvalue().splitlines()
+    self.assertRegex(lines[1], r"^to w12: \d+ of \d+ MB \(.* MB/s\), next \w")
+    self.assertStartsWith(lines[-1], "verifying: ")
 
 
 class VerifyTest(ConversionTestCase):
