@@ -146,7 +146,6 @@ def take(w: W12Array, rows: Int[Array, " N"]) -> BFloat16[Array, "N I"]:
 
 
 def _rows_of_entries(w: W12Array) -> Int32[Array, " n"]:
+  """Behind the end of the last row stands one that there is not."""
   at = jnp.arange(w.columns.size, dtype=jnp.int32)
-  found = jnp.searchsorted(w.row_start, at, side="right") - 1
-  # Behind the end of the last row stands none.
-  return jnp.where(at < w.row_start[-1], found, w.base.size).astype(jnp.int32)
+  return jnp.searchsorted(w.row_start, at, side="right") - 1

@@ -2,7 +2,8 @@
 
 The layout is `pallas_kernels.w12_array`'s; here the leaves of a `W12Array` are
 NumPy arrays. Rows pass in blocks that stay in the cache, through 16-bit
-arithmetic. A second thread gained nothing where that was measured.
+arithmetic. NumPy gives the interpreter's lock up for most of it: two matrices
+in two threads take less time than one after the other.
 """
 
 import dataclasses

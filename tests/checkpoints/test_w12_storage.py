@@ -75,7 +75,7 @@ CASES = (
   # Row 1 is the low half of view01's second row, bits 4 to 7 of low no more.
   ("listed_view", put("view01", (1, 4), 0xFC80), "code 0x800 for the listed"),
   ("listed_low", put("low", (1, 0), 0x0001), "code 0x001 for the listed wei"),
-  ("zero_view", put("view01", (0, 3), 0x81FC), "mantissa for row 2, column 3"),
+  ("zero_view", put("view01", (0, 3), 0x84FC), "mantissa for row 2, column 3"),
   ("zero_low", put("low", (0, 3), 0x0010), "mantissa for row 2, column 3, exp"),
   ("padding", put("view23", (1, 5), 0x80FC), "not 0 at column 5 of row 7, whi"),
   ("shape_kind", cast("shape", np.int64), r"shape is int64 \[2\], expected"),

@@ -30,6 +30,15 @@ def _exponents(rng, low: int, high: int, shape) -> np.ndarray:
   )
 
 
+def few_exponents(rows: int, width: int) -> np.ndarray:
+  """Five exponents a row: ties, gaps, and windows that are not the highest."""
+  rng = np.random.default_rng(3)
+  exponents = rng.integers(100, 126, (rows, 5))
+  which = rng.integers(0, 5, (rows, width))
+  chosen = np.take_along_axis(exponents, which, axis=1)
+  return patterns(chosen << 7)
+
+
 def adversarial() -> dict[str, np.ndarray]:
   """Seven rows of 40 that are all of a kind, or each of its own."""
   rng = np.random.default_rng(2)

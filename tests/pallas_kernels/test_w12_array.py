@@ -65,6 +65,12 @@ class W12ArrayTest(parameterized.TestCase):
     expected = (bits(matrix) & 0xFFF0) | w12_array.MIDPOINT
     np.testing.assert_array_equal(view, expected)
 
+  def test_view_of_zeros(self):
+    """Code 0 has no mantissa, not even the middle."""
+    w = on_device(w12_matrices.adversarial()["zeros_of_both_signs"])
+    codes = np.asarray(w12_array.codes(w, view=True))
+    self.assertEqual(set(codes.ravel().tolist()), {0, 0x800})
+
   @parameterized.parameters(jnp.int8, jnp.uint16, jnp.int32)
   def test_take(self, dtype):
     matrix = w12_matrices.every_pattern(1003, 64)
