@@ -127,6 +127,9 @@ def open_source(
   for part in (part for fused in table.values() for part in fused.parts):
     _check_shape(tensors[names[part.name]], part, path)
   dtypes = fused_dtypes(table, dtype)
+  notes = _notes(reader.tensors, plain)
+  # A vocabulary takes more memory, entry by entry, than many a parameter.
+  del metadata, reader
   with contextlib.ExitStack() as stack:
     file = open_file(path, stack)
 
@@ -145,7 +148,7 @@ def open_source(
       config=config,
       tokenizer=tokenizer,
       name=str(path),
-      notes=_notes(reader.tensors, plain),
+      notes=notes,
       sha256=digests,
       fingerprint=lambda: digests,
       dtypes=dtypes,
