@@ -23,6 +23,13 @@ FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
 WEIGHT_DTYPES = (BFLOAT16, FLOAT16, FLOAT32)
 
+_PIECE = 1 << 20
+"""Values that are looked at at once."""
+
+W12, BF16 = "w12", "bf16"
+WEIGHTS = (W12, BF16)
+"""What to load a matrix as that is stored in W12."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
@@ -32,7 +39,8 @@ class Checkpoint:
     config: shape and equations; `tokenizer_size` is set where there is a
       tokenizer.
     params: parameter name to array; bfloat16, float16 or float32 as stored
-      (float32 where the weights were quantised).
+      (float32 where the weights were quantised), or a `W12Array` of NumPy
+      leaves where it is stored as that and was not decoded.
     tokenizer: None where the checkpoint has none.
     source: where it was read from.
     notes: what a report must say about the weights, one line each.
@@ -40,7 +48,7 @@ class Checkpoint:
   """
 
   config: ModelConfig
-  params: dict[str, np.ndarray]
+  params: dict[str, Any]
   tokenizer: Tokenizer | None
   source: str
   notes: tuple[str, ...] = ()
@@ -70,11 +78,19 @@ def check_weight(
 
 def nonfinite(array: np.ndarray) -> int:
   """Number of NaN and infinite values."""
-  if array.dtype == BFLOAT16:
+  flat = np.ascontiguousarray(array).reshape(-1)
+  # In pieces: the intermediate arrays of a whole one are larger than itself.
+  return sum(
+    _nonfinite(flat[start : start + _PIECE])
+    for start in range(0, flat.size, _PIECE)
+  )
+
+
+def _nonfinite(flat: np.ndarray) -> int:
+  if flat.dtype == BFLOAT16:
     # All exponent bits set; several times faster than through float32.
-    bits = np.ascontiguousarray(array).view(np.uint16)
-    return int(np.count_nonzero((bits & 0x7F80) == 0x7F80))
-  return array.size - int(np.count_nonzero(np.isfinite(array)))
+    return int(np.count_nonzero((flat.view(np.uint16) & 0x7F80) == 0x7F80))
+  return flat.size - int(np.count_nonzero(np.isfinite(flat)))
 
 
 def with_tokenizer(
@@ -116,6 +132,21 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise SpecPilotError(f"{path}: not a JSON object")
   return value
+
+
+def check_weights_option(weights: str) -> None:
+  """Refuses what is not one of WEIGHTS."""
+  if weights not in WEIGHTS:
+    raise SpecPilotError(
+      f"weights={weights!r} is not one of {', '.join(WEIGHTS)}"
+    )
+
+
+def write_whole(path: pathlib.Path, content: bytes) -> None:
+  """Writes a file that is there complete or not at all; raises OSError."""
+  partial = path.with_name(f".{path.name}.tmp")
+  partial.write_bytes(content)
+  partial.replace(path)
 
 
 def sha256_of(path: pathlib.Path) -> str:

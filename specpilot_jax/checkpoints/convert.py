@@ -1,11 +1,16 @@
 """Convert a model: `python -m specpilot_jax.checkpoints.convert`
 
-    --source=zoo|smollm2|PATH --output=DIR --format=safetensors|bf16
+    --source=zoo|smollm2|PATH --output=DIR [--format=w12|bf16|safetensors]
 
-`safetensors` is a Hugging Face folder (config.json, tokenizer) that
-`transformers` loads; `bf16` is this package's own Orbax checkpoint. The
-weights keep their values: where a format would round them, --round_to_bf16
-says so.
+`w12` is this package's own Orbax checkpoint with every bfloat16 matrix in 12
+bits a weight, none of them changed; `bf16` the same without W12; `safetensors`
+a Hugging Face folder (config.json, tokenizer) that `transformers` loads. One
+parameter at a time is in memory. What is interrupted leaves DIR.partial, and
+goes on where it stopped when it is run again.
+
+Matrices that are float16, float32 or quantised become bfloat16 with
+--round_to_bf16 alone, which says how many values change. --verify reads the
+output back, decodes it and compares every bit with the source.
 """
 
 from absl import flags
@@ -22,10 +27,10 @@ _OUTPUT = flags.DEFINE_string(
   required=True,
 )  # fmt: skip
 _FORMAT = flags.DEFINE_enum(
-  "format", "bf16", conversion.FORMATS, "What to write."
+  "format", conversion.W12, conversion.FORMATS, "What to write."
 )
 _ROUND = flags.DEFINE_boolean(
-  "round_to_bf16", False, "Round weights that are stored wider."
+  "round_to_bf16", False, "Round matrices that are stored wider."
 )
 _VERIFY = flags.DEFINE_boolean(
   "verify", False, "Read the output back and compare it bit for bit."
@@ -39,13 +44,23 @@ def main() -> None:
     _FORMAT.value,
     round_to_bf16=_ROUND.value,
     verify=_VERIFY.value,
+    show_progress=True,
   )
-  size = sum(array.nbytes for array in done.params.values())
-  verified = ", read back bit for bit" if _VERIFY.value else ""
+  resumed = f" ({done.resumed} of an earlier run)" if done.resumed else ""
+  verified = ", read back bit for bit" if done.verified else ""
   print(
-    f"{_OUTPUT.value}: {_FORMAT.value}, {len(done.params)} tensors,"
-    f" {size / 1e6:.1f} MB{verified}"
+    f"{_OUTPUT.value}: {done.kind}, {done.parameters} parameters{resumed},"
+    f" {done.output_bytes / 1e6:.1f} MB from {done.source_bytes / 1e6:.1f} MB"
+    f"{verified}"
   )
+  if _ROUND.value:
+    print(
+      f"rounding to bfloat16 changed {done.changed} of {done.rounded} values"
+    )
+  for name, why in done.kept_bf16.items():
+    print(f"{name} stays bfloat16: {why}")
+  for note in done.notes:
+    print(f"note: {note}")
 
 
 if __name__ == "__main__":

@@ -7,15 +7,27 @@ here, because this engine rotates halves (i, i + head_dim / 2).
 """
 
 import collections
+import contextlib
+import math
 import os
 import pathlib
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
 
 from specpilot_jax.checkpoints import checkpoint as common
 from specpilot_jax.checkpoints import gguf_header
-from specpilot_jax.checkpoints.layout import EMBEDDING, LM_HEAD, fuse, layout
+from specpilot_jax.checkpoints.layout import EMBEDDING, LM_HEAD, Part, layout
+from specpilot_jax.checkpoints.source import (
+  Source,
+  checked,
+  fused_blocks,
+  fused_dtypes,
+  open_file,
+  read_at,
+  row_blocks,
+)
 from specpilot_jax.configs import ATTENTION, ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.tokenizer import Tokenizer
@@ -68,6 +80,15 @@ def load(
       of another architecture, or has metadata or tensors that are not
       understood; the line names the key or the tensor.
   """
+  with open_source(path, name) as source:
+    return source.checkpoint()
+
+
+@contextlib.contextmanager
+def open_source(
+  path: str | os.PathLike[str], name: str | None = None
+) -> Generator[Source]:
+  """The same, to be read parameter by parameter while it is open."""
   path = pathlib.Path(path)
   try:
     import gguf
@@ -90,15 +111,49 @@ def load(
   if "tokenizer.ggml.model" in metadata:
     tokenizer = Tokenizer.from_gguf_metadata(metadata, str(path))
     config = common.with_tokenizer(config, tokenizer, str(path))
-  params = _params(config, tensors, path, gguf)
-  return common.Checkpoint(
-    config=config,
-    params=params,
-    tokenizer=tokenizer,
-    source=str(path),
-    notes=_notes(reader.tensors, gguf),
-    sha256={path.name: common.sha256_of(path)},
-  )
+  names = _names(config, tensors, path)
+  kinds = gguf.GGMLQuantizationType
+  plain = {
+    kinds.F32: common.FLOAT32,
+    kinds.F16: common.FLOAT16,
+    kinds.BF16: common.BFLOAT16,
+  }
+
+  def dtype(part: Part) -> np.dtype:
+    kind = tensors[names[part.name]].tensor_type
+    return plain.get(kind, common.FLOAT32)
+
+  table = layout(config)
+  for part in (part for fused in table.values() for part in fused.parts):
+    _check_shape(tensors[names[part.name]], part, path)
+  dtypes = fused_dtypes(table, dtype)
+  notes = _notes(reader.tensors, plain)
+  # A vocabulary takes more memory, entry by entry, than many a parameter.
+  del metadata, reader
+  with contextlib.ExitStack() as stack:
+    file = open_file(path, stack)
+
+    def read(part: Part) -> Iterator[np.ndarray]:
+      tensor = tensors[names[part.name]]
+      heads = 0
+      if part.name.endswith("self_attn.q_proj.weight"):
+        heads = config.num_heads
+      elif part.name.endswith("self_attn.k_proj.weight"):
+        heads = config.num_kv_heads
+      blocks = _blocks(tensor, path, file, gguf, plain, heads)
+      return checked(blocks, str(path), tensor.name)
+
+    digests = {path.name: common.sha256_of(path)}
+    yield Source(
+      config=config,
+      tokenizer=tokenizer,
+      name=str(path),
+      notes=notes,
+      sha256=digests,
+      fingerprint=lambda: digests,
+      dtypes=dtypes,
+      read_blocks=lambda name: fused_blocks(table[name], dtypes[name], read),
+    )
 
 
 def _config(metadata, tensors, path, name) -> ModelConfig:
@@ -182,32 +237,27 @@ def _gguf_name(hf_name: str) -> str:
   return f"blk.{layer}.{_LAYER_NAMES[stem]}.weight"
 
 
-def _params(config, tensors, path, gguf) -> dict[str, np.ndarray]:
-  table = layout(config)
+def _names(config, tensors, path) -> dict[str, str]:
+  """Hugging Face name -> name in the file, all of which are there."""
   names = {
     part.name: _gguf_name(part.name)
-    for fused in table.values()
+    for fused in layout(config).values()
     for part in fused.parts
   }
   for extra in tensors.keys() - set(names.values()):
     raise SpecPilotError(f"{path}: unknown tensor {extra!r} for llama")
   for missing in [n for n in names.values() if n not in tensors][:1]:
     raise SpecPilotError(f"{path}: tensor {missing!r} is missing")
+  return names
 
-  def read(part) -> np.ndarray:
-    name = names[part.name]
-    array = _dequantise(tensors[name], path, gguf)
-    common.check_weight(array, str(path), name, part.shape)
-    if part.name.endswith("self_attn.q_proj.weight"):
-      return _halves(array, config.num_heads)
-    if part.name.endswith("self_attn.k_proj.weight"):
-      return _halves(array, config.num_kv_heads)
-    return array
 
-  return {
-    name: fuse(fused, [read(part) for part in fused.parts])
-    for name, fused in table.items()
-  }
+def _check_shape(tensor, part: Part, path) -> None:
+  shape = tuple(int(n) for n in reversed(tensor.shape))
+  if shape != part.shape:
+    raise SpecPilotError(
+      f"{path}: tensor {tensor.name!r} has shape {list(shape)}, expected"
+      f" {list(part.shape)}"
+    )
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -219,29 +269,39 @@ def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
   return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _dequantise(tensor, path, gguf) -> np.ndarray:
-  """The tensor's values [rows, columns], in the stored float dtype, or in
-  float32 where it is quantised.
+def _blocks(tensor, path, file, gguf, plain, heads) -> Iterator[np.ndarray]:
+  """The tensor's values in the stored float dtype, or in float32 where it is
+  quantised; with `heads`, their rows as `_halves` orders them.
   """
-  kinds = gguf.GGMLQuantizationType
   shape = tuple(int(n) for n in reversed(tensor.shape))
-  if tensor.tensor_type in (kinds.F32, kinds.F16):
-    return np.array(tensor.data).reshape(shape)
-  if tensor.tensor_type == kinds.BF16:
-    return np.array(tensor.data).view(common.BFLOAT16).reshape(shape)
-  try:
-    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-  except (NotImplementedError, ValueError):
-    raise SpecPilotError(
-      f"{path}: tensor {tensor.name!r} has type {tensor.tensor_type.name},"
-      " which cannot be dequantised"
-    ) from None
-  return values.astype(np.float32, copy=False).reshape(shape)
+  # A vector is one row to the quantisation, and many to everybody else.
+  rows = shape[0] if len(shape) > 1 else 1
+  dtype = plain.get(tensor.tensor_type)
+  stored = int(tensor.n_bytes) // rows
+  width = math.prod(shape) // rows
+  multiple = rows // heads if heads else 1
+  row_bytes = 4 * width if dtype is None else stored
+  for start, end in row_blocks((rows,), row_bytes, multiple):
+    count = end - start
+    offset = int(tensor.data_offset) + start * stored
+    raw = read_at(file, path, offset, (count, stored), np.uint8)
+    if dtype is not None:
+      values = raw.view(dtype)
+    else:
+      try:
+        values = gguf.quants.dequantize(raw, tensor.tensor_type)
+      except (NotImplementedError, ValueError):
+        raise SpecPilotError(
+          f"{path}: tensor {tensor.name!r} has type"
+          f" {tensor.tensor_type.name}, which cannot be dequantised"
+        ) from None
+      values = values.astype(np.float32, copy=False)
+    if heads:
+      values = _halves(values, count // multiple)
+    yield values.reshape(count, *shape[1:]) if len(shape) > 1 else values[0]
 
 
-def _notes(tensors, gguf) -> tuple[str, ...]:
-  kinds = gguf.GGMLQuantizationType
-  plain = (kinds.F32, kinds.F16, kinds.BF16)
+def _notes(tensors, plain) -> tuple[str, ...]:
   counts = collections.Counter(
     t.tensor_type.name for t in tensors if t.tensor_type not in plain
   )

@@ -9,9 +9,10 @@ multi-token-prediction head, or refused.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,17 @@ from specpilot_jax.checkpoints.layout import (
   EMBEDDING,
   LM_HEAD,
   Part,
-  fuse,
   layout,
   split,
+)
+from specpilot_jax.checkpoints.source import (
+  Source,
+  checked,
+  fused_blocks,
+  fused_dtypes,
+  open_file,
+  read_at,
+  row_blocks,
 )
 from specpilot_jax.configs import ModelConfig, is_integer
 from specpilot_jax.errors import SpecPilotError
@@ -36,6 +45,8 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 2**30
+"""Above this the weights are sharded, with an index."""
 
 # Longest first: the text model sits under these in multimodal checkpoints.
 _TEXT_PREFIXES = (
@@ -59,6 +70,13 @@ def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
     SpecPilotError: anything missing, unknown, damaged, of the wrong shape or
       dtype, or not finite; the line names the file and the tensor.
   """
+  with open_source(folder) as source:
+    return source.checkpoint()
+
+
+@contextlib.contextmanager
+def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
+  """The same, to be read parameter by parameter while it is open."""
   folder = pathlib.Path(folder)
   name = folder.resolve().name
   config = from_hf(common.read_json(folder / CONFIG), name)
@@ -71,22 +89,21 @@ def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
   )
   with contextlib.ExitStack() as stack:
     weights = _Weights(folder, config, stack)
-    params = weights.read()
-  sources = [CONFIG, *weights.files]
-  sources += [GENERATION_CONFIG] * (folder / GENERATION_CONFIG).exists()
-  digests = {f: common.sha256_of(folder / f) for f in sources}
-  if tokenizer is not None:
-    digests |= {
-      f: common.sha256_of(folder / f) for f in sorted(tokenizer.files)
-    }
-  return common.Checkpoint(
-    config=config,
-    params=params,
-    tokenizer=tokenizer,
-    source=str(folder),
-    notes=weights.notes,
-    sha256=digests,
-  )
+    weights.check()
+    sources = [CONFIG, *weights.files]
+    sources += [GENERATION_CONFIG] * (folder / GENERATION_CONFIG).exists()
+    sources += [] if tokenizer is None else sorted(tokenizer.files)
+    digests = {f: common.sha256_of(folder / f) for f in sources}
+    yield Source(
+      config=config,
+      tokenizer=tokenizer,
+      name=str(folder),
+      notes=weights.notes,
+      sha256=digests,
+      fingerprint=lambda: digests,
+      dtypes=weights.dtypes(),
+      read_blocks=weights.blocks,
+    )
 
 
 def _merge_generation_config(config: ModelConfig, folder: pathlib.Path):
@@ -112,6 +129,8 @@ class _Weights:
   def __init__(self, folder, config, stack):
     self._folder = folder
     self._config = config
+    self._table = layout(config)
+    self._places: dict[str, tuple[int, dict[str, int]]] = {}
     self.files, index = self._list_files()
     self._where: dict[str, tuple[Any, str, str]] = {}
     skipped = dict.fromkeys(_SKIPPED, 0)
@@ -175,11 +194,23 @@ class _Weights:
     if not path.is_file():
       raise SpecPilotError(f"{path}: not a file")
     try:
-      return stack.enter_context(safetensors.safe_open(path, framework="numpy"))
+      shard = stack.enter_context(
+        safetensors.safe_open(path, framework="numpy")
+      )
     except (safetensors.SafetensorError, OSError, ValueError) as error:
       raise SpecPilotError(
         f"{path}: truncated or not safetensors ({common.first_line(error)})"
       ) from None
+    # The library has checked the header, but does not tell the places.
+    descriptor = open_file(path, stack)
+    size = int(read_at(descriptor, path, 0, (), "<u8"))
+    header = json.loads(
+      read_at(descriptor, path, 8, (size,), np.uint8).tobytes()
+    )
+    header.pop("__metadata__", None)
+    places = {n: 8 + size + t["data_offsets"][0] for n, t in header.items()}
+    self._places[file] = descriptor, places
+    return shard
 
   def _skipped_kind(self, stored: str) -> str | None:
     if self._config.family == "qwen3_5":
@@ -188,9 +219,11 @@ class _Weights:
           return kind
     return None
 
-  def read(self) -> dict[str, np.ndarray]:
-    """All parameters; shapes and dtypes are checked before any data."""
-    table = layout(self._config)
+  def check(self) -> None:
+    """Compares names, shapes and dtypes with the config's; reads no data but
+    that of an output head that must equal the embedding.
+    """
+    table = self._table
     parts = {part.name: part for f in table.values() for part in f.parts}
     known = set(parts)
     if self._config.tie_embeddings:
@@ -209,13 +242,16 @@ class _Weights:
       )
     for part in parts.values():
       self._check_header(part)
-    params = {
-      name: fuse(fused, [self._read(part) for part in fused.parts])
-      for name, fused in table.items()
-    }
     if self._config.tie_embeddings and LM_HEAD in self._where:
-      self._check_tied(parts[EMBEDDING], params["embed.weight"])
-    return params
+      self._check_tied(parts[EMBEDDING])
+
+  def dtypes(self) -> dict[str, np.dtype]:
+    return fused_dtypes(self._table, self._dtype)
+
+  def blocks(self, name: str) -> Iterator[np.ndarray]:
+    fused = self._table[name]
+    dtypes = fused_dtypes({name: fused}, self._dtype)
+    return fused_blocks(fused, dtypes[name], self._read)
 
   def _check_header(self, part: Part) -> None:
     shard, file, stored = self._where[part.name]
@@ -232,22 +268,33 @@ class _Weights:
         f" expected {list(part.shape)}"
       )
 
-  def _read(self, part: Part) -> np.ndarray:
-    shard, file, stored = self._where[part.name]
-    try:
-      array = shard.get_tensor(stored)
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-      raise SpecPilotError(
-        f"{self._folder}/{file}: tensor {stored!r} cannot be read"
-        f" ({common.first_line(error)})"
-      ) from None
-    common.check_weight(array, f"{self._folder}/{file}", stored, part.shape)
-    return array
+  def _dtype(self, part: Part) -> np.dtype:
+    shard, _, stored = self._where[part.name]
+    return np.dtype(_DTYPES[shard.get_slice(stored).get_dtype()])
 
-  def _check_tied(self, embedding: Part, expected: np.ndarray) -> None:
+  def _read(self, part: Part) -> Iterator[np.ndarray]:
+    _, file, stored = self._where[part.name]
+    path, dtype = self._folder / file, self._dtype(part)
+    descriptor, places = self._places[file]
+    width = math.prod(part.shape[1:]) * dtype.itemsize
+    blocks = (
+      read_at(
+        descriptor,
+        path,
+        places[stored] + start * width,
+        (end - start, *part.shape[1:]),
+        dtype,
+      )
+      for start, end in row_blocks(part.shape, width)
+    )
+    return checked(blocks, str(path), stored)
+
+  def _check_tied(self, embedding: Part) -> None:
     head = Part(LM_HEAD, embedding.shape)
     self._check_header(head)
-    if not np.array_equal(self._read(head), expected):
+    same = self._dtype(head) == self._dtype(embedding)
+    pairs = zip(self._read(head), self._read(embedding), strict=True)
+    if not same or not all(np.array_equal(a, b) for a, b in pairs):
       raise SpecPilotError(
         f"{self._folder}: {CONFIG} ties the embeddings, but tensor"
         f" {self._where[LM_HEAD][2]!r} differs from {EMBEDDING!r}"
@@ -267,7 +314,7 @@ def save(
   params: Mapping[str, Any],
   *,
   tokenizer_files: Mapping[str, bytes] | None = None,
-  max_shard_bytes: int = 5 * 2**30,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
   """Writes a folder that `transformers` and `load` read.
 
@@ -295,25 +342,13 @@ def save(
       np.asarray(params[name]), config.name, name, fused.shape
     )
   fields = to_hf(config, str(np.asarray(params["embed.weight"]).dtype))
-  shards: list[dict[str, np.ndarray]] = [{}]
-  size = total = 0
+  tensors: dict[str, np.ndarray] = {}
   for name, fused in table.items():
-    tensors = split(fused, np.ascontiguousarray(np.asarray(params[name])))
-    for tensor, array in tensors.items():
-      if shards[-1] and size + array.nbytes > max_shard_bytes:
-        shards.append({})
-        size = 0
-      shards[-1][tensor] = array
-      size += array.nbytes
-      total += array.nbytes
-  count = len(shards)
-  names = [WEIGHTS]
-  if count > 1:
-    names = [
-      f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
-    ]
+    tensors |= split(fused, np.ascontiguousarray(np.asarray(params[name])))
+  files = shards({t: a.nbytes for t, a in tensors.items()}, max_shard_bytes)
   with common.new_folder(folder) as staging:
-    for file, shard in zip(names, shards, strict=True):
+    for file, names in files.items():
+      shard = {tensor: tensors[tensor] for tensor in names}
       # transformers wants to know which framework's layout the rows have.
       try:
         safetensors.numpy.save_file(
@@ -323,14 +358,34 @@ def save(
         raise SpecPilotError(
           f"{folder}: cannot be written ({common.first_line(error)})"
         ) from None
-    if count > 1:
-      weight_map = {
-        tensor: file
-        for file, shard in zip(names, shards, strict=True)
-        for tensor in shard
-      }
+    if len(files) > 1:
+      total = sum(array.nbytes for array in tensors.values())
+      weight_map = {tensor: f for f, names in files.items() for tensor in names}
       index = {"metadata": {"total_size": total}, "weight_map": weight_map}
       (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (staging / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     for file, content in (tokenizer_files or {}).items():
       (staging / file).write_bytes(content)
+
+
+def shards(nbytes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+  """File name -> tensors in it.
+
+  Args:
+    nbytes: of each tensor, in the order in which files are filled.
+    max_bytes: of a file, unless one tensor has more.
+  """
+  groups: list[list[str]] = [[]]
+  size = 0
+  for tensor, count in nbytes.items():
+    if groups[-1] and size + count > max_bytes:
+      groups.append([])
+      size = 0
+    groups[-1].append(tensor)
+    size += count
+  if len(groups) == 1:
+    return {WEIGHTS: groups[0]}
+  return {
+    f"model-{i:05}-of-{len(groups):05}.safetensors": group
+    for i, group in enumerate(groups, 1)
+  }

@@ -1,11 +1,11 @@
 """Which Hugging Face tensors make up each parameter of a target.
 
 Projections that read the same input are stored fused, as rows of one matrix.
-Loading joins the rows and saving splits them; both read this one table.
+Loading joins the rows (`source.fused_blocks`) and saving splits them; both read
+this one table.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,6 +29,11 @@ class Fused:
 
   parts: tuple[Part, ...]
   shape: tuple[int, ...]
+
+  @property
+  def is_matrix(self) -> bool:
+    """Whether inputs are multiplied by it; a depthwise kernel is none."""
+    return len(self.parts[0].shape) == 2
 
 
 def _rows(*parts: tuple[str, int, int]) -> Fused:
@@ -113,23 +118,8 @@ def layout(config: ModelConfig) -> dict[str, Fused]:
   return table
 
 
-def fuse(fused: Fused, arrays: Sequence[np.ndarray]) -> np.ndarray:
-  """Joins the tensors of a parameter, in the order of `fused.parts`.
-
-  Tensors of different dtypes join as float32, which holds the values of
-  bfloat16 and float16 exactly.
-  """
-  if len(arrays) > 1:
-    if len({array.dtype for array in arrays}) > 1:
-      arrays = [array.astype(np.float32) for array in arrays]
-    joined = np.concatenate(arrays, axis=0)
-  else:
-    joined = arrays[0]
-  return joined.reshape(fused.shape)
-
-
 def split(fused: Fused, array: np.ndarray) -> dict[str, np.ndarray]:
-  """The inverse of `fuse`: tensor name -> rows of `array`, as views."""
+  """The tensors of a parameter: name -> rows of `array`, as views."""
   tensors = {}
   start = 0
   for part in fused.parts:

@@ -2,7 +2,8 @@
 
     specpilot.json   format name and version, config, notes, source hashes,
                      shape and dtype of every parameter
-    params/          the weights, written and read by Orbax
+    params/          the weights, written and read by Orbax: arrays, or
+                     dictionaries of the parts of a matrix in W12
     tokenizer/       the tokenizer in Hugging Face form, where there is one
 
 The folder appears complete or not at all.
@@ -10,26 +11,30 @@ The folder appears complete or not at all.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
-import logging
 import os
 import pathlib
-import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
 
+from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.checkpoints import stored, w12_storage
 from specpilot_jax.checkpoints.layout import layout
+from specpilot_jax.checkpoints.source import Source
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.tokenizer import Tokenizer
 
-METADATA = "specpilot.json"
+METADATA = stored.METADATA
 FORMAT = "specpilot-jax checkpoint"
 VERSION = 1
-_PARAMS = "params"
+W12_VERSION = 2
+"""Of folders with a matrix in W12, which older releases must not read."""
+PARAMS = "params"
 _TOKENIZER = "tokenizer"
 
 
@@ -38,7 +43,7 @@ def save(folder: str | os.PathLike[str], checkpoint: common.Checkpoint) -> None:
 
   Args:
     folder: must not exist, or be empty.
-    checkpoint: its parameters may be numpy or JAX arrays.
+    checkpoint: its parameters may be numpy or JAX arrays, or `W12Array`.
 
   Raises:
     SpecPilotError: parameters that do not fit the config, or a folder that
@@ -55,40 +60,102 @@ def save(folder: str | os.PathLike[str], checkpoint: common.Checkpoint) -> None:
   for name, fused in table.items():
     if name not in checkpoint.params:
       raise SpecPilotError(f"{config.name}: parameter {name!r} is missing")
-    params[name] = np.asarray(checkpoint.params[name])
-    common.check_weight(params[name], config.name, name, fused.shape)
-  tokenizer = checkpoint.tokenizer
-  files = {} if tokenizer is None else tokenizer.files
-  metadata = {
-    "format": FORMAT,
-    "version": VERSION,
-    "config": dataclasses.asdict(config),
-    "source": checkpoint.source,
-    "notes": list(checkpoint.notes),
-    "sha256": dict(checkpoint.sha256),
-    "tokenizer_files": sorted(files),
-    "params": {
-      name: {"shape": list(array.shape), "dtype": str(array.dtype)}
-      for name, array in params.items()
-    },
+    value = checkpoint.params[name]
+    if not isinstance(value, W12Array):
+      value = np.asarray(value)
+    _check(value, config.name, name, fused.shape)
+    params[name] = value
+  records = {name: stored.record(value) for name, value in params.items()}
+  tree: dict[str, Any] = {
+    name: w12_storage.to_arrays(value) if isinstance(value, W12Array) else value
+    for name, value in params.items()
   }
   with common.new_folder(folder) as staging:
     with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(staging / _PARAMS, params)
+      checkpointer.save(staging / PARAMS, tree)
       checkpointer.wait_until_finished()
-    if tokenizer is not None:
-      (staging / _TOKENIZER).mkdir()
-      tokenizer.save(staging / _TOKENIZER)
-    (staging / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
+    finish(
+      staging,
+      records,
+      config=config,
+      tokenizer=checkpoint.tokenizer,
+      source=checkpoint.source,
+      notes=checkpoint.notes,
+      sha256=checkpoint.sha256,
+    )
 
 
-def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
-  """Reads a checkpoint that `save` wrote; arrays come back bit for bit.
+def finish(
+  folder: pathlib.Path,
+  records: Mapping[str, Mapping[str, Any]],
+  *,
+  config: ModelConfig,
+  tokenizer: Tokenizer | None,
+  source: str,
+  notes: tuple[str, ...],
+  sha256: Mapping[str, str],
+  conversion: Mapping[str, Any] | None = None,
+) -> None:
+  """Adds what makes a folder of weights a checkpoint, the metadata last.
+
+  Args:
+    folder: with the weights.
+    records: see `stored.record`.
+    config: see `Checkpoint`, as for the following.
+    tokenizer: see there.
+    source: see there.
+    notes: see there.
+    sha256: see there.
+    conversion: what it was made from and how, where it was converted.
+
+  Raises:
+    OSError: it cannot be written.
+  """
+  files = {} if tokenizer is None else tokenizer.files
+  has_w12 = any(stored.is_w12(entry) for entry in records.values())
+  metadata = {
+    "format": FORMAT,
+    "version": W12_VERSION if has_w12 else VERSION,
+    "config": dataclasses.asdict(config),
+    "source": source,
+    "notes": list(notes),
+    "sha256": dict(sha256),
+    "tokenizer_files": sorted(files),
+    "params": {name: dict(entry) for name, entry in records.items()},
+  }
+  if conversion is not None:
+    metadata["conversion"] = dict(conversion)
+  text = json.dumps(metadata, indent=2) + "\n"
+  if tokenizer is not None:
+    (folder / _TOKENIZER).mkdir(exist_ok=True)
+    tokenizer.save(folder / _TOKENIZER)
+  common.write_whole(folder / METADATA, text.encode())
+
+
+def load(
+  folder: str | os.PathLike[str], *, weights: str = common.W12
+) -> common.Checkpoint:
+  """Reads a checkpoint that `save` or a conversion wrote, bit for bit.
+
+  Args:
+    folder: the checkpoint.
+    weights: `w12` gives a matrix in W12 as a `W12Array` of NumPy leaves,
+      `bf16` decodes it.
 
   Raises:
     SpecPilotError: no metadata, another version, a missing or damaged
       parameter or tokenizer file; the line names it.
   """
+  common.check_weights_option(weights)
+  with open_source(folder) as source:
+    return source.checkpoint(decode=weights == common.BF16)
+
+
+@contextlib.contextmanager
+def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
+  """The same, to be read parameter by parameter while it is open."""
+  from specpilot_jax.checkpoints import orbax_arrays
+
   folder = pathlib.Path(folder).absolute()
   path = folder / METADATA
   metadata = common.read_json(path)
@@ -96,10 +163,10 @@ def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
     raise SpecPilotError(
       f"{path}: format is {metadata.get('format')!r}, expected {FORMAT!r}"
     )
-  if metadata.get("version") != VERSION:
+  if metadata.get("version") not in (VERSION, W12_VERSION):
     raise SpecPilotError(
       f"{path}: version is {metadata.get('version')!r}, this release reads"
-      f" {VERSION}"
+      f" {VERSION} and {W12_VERSION}"
     )
   config = _config(_field(metadata, "config", dict, path), path)
   files = {}
@@ -115,17 +182,75 @@ def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
     tokenizer = Tokenizer.from_files(files, str(folder / _TOKENIZER))
     # Only a check here: the ids in the metadata are those that were in use.
     common.with_tokenizer(config, tokenizer, str(folder))
-  params = _params(
-    folder / _PARAMS, config, _field(metadata, "params", dict, path)
-  )
-  return common.Checkpoint(
+  table = layout(config)
+  params = folder / PARAMS
+  records = _field(metadata, "params", dict, path)
+  if not params.is_dir():
+    raise SpecPilotError(f"{params}: the weights are missing")
+  for name in table:
+    if name in records:
+      stored.check_record(name, records[name], str(path))
+      stored.check_there(params, name, records[name])
+  found = orbax_arrays.read_tree(params)
+  for name in table:
+    if name not in found or name not in records:
+      raise SpecPilotError(f"{params}: parameter {name!r} is missing")
+  for name in found:
+    if name not in table:
+      raise SpecPilotError(f"{params}: unknown parameter {name!r}")
+  records = {name: records[name] for name in table}
+  stored.check_keys(found, records, str(params))
+
+  def read_stored(name: str) -> np.ndarray | W12Array:
+    with orbax_arrays.quiet():
+      value = stored.restore(params, name, records[name])
+    _check(value, str(params), name, table[name].shape)
+    return value
+
+  yield Source(
     config=config,
-    params=params,
     tokenizer=tokenizer,
-    source=str(_field(metadata, "source", str, path)),
+    name=str(_field(metadata, "source", str, path)),
     notes=tuple(_field(metadata, "notes", list, path)),
     sha256=_field(metadata, "sha256", dict, path),
+    fingerprint=lambda: _fingerprint(folder),
+    dtypes={name: _dtype(name, entry, path) for name, entry in records.items()},
+    read_blocks=lambda name: stored.blocks(read_stored(name)),
+    read_stored=read_stored,
   )
+
+
+def _check(value, where: str, name: str, shape: tuple[int, ...]) -> None:
+  if not isinstance(value, W12Array):
+    common.check_weight(value, where, name, shape)
+  elif value.shape != tuple(shape):
+    raise SpecPilotError(
+      f"{where}: tensor {name!r} has shape {list(value.shape)}, expected"
+      f" {list(shape)}"
+    )
+
+
+def _dtype(name: str, entry: Mapping[str, Any], path) -> np.dtype:
+  for dtype in common.WEIGHT_DTYPES:
+    if str(dtype) == entry.get("dtype"):
+      return dtype
+  raise SpecPilotError(
+    f"{path}: parameter {name!r} has dtype {entry.get('dtype')!r}, supported"
+    f" are {', '.join(map(str, common.WEIGHT_DTYPES))}"
+  )
+
+
+def _fingerprint(folder: pathlib.Path) -> dict[str, str]:
+  """One digest for the metadata, one for all that Orbax wrote."""
+  digest = hashlib.sha256()
+  for path in sorted((folder / PARAMS).rglob("*")):
+    if path.is_file():
+      place = path.relative_to(folder).as_posix()
+      digest.update(f"{place} {common.sha256_of(path)}\n".encode())
+  return {
+    METADATA: common.sha256_of(folder / METADATA),
+    PARAMS: digest.hexdigest(),
+  }
 
 
 def _field(metadata, key, kind, path) -> Any:
@@ -147,106 +272,3 @@ def _config(fields: dict[str, Any], path: pathlib.Path) -> ModelConfig:
     return ModelConfig(**values)
   except TypeError as error:
     raise SpecPilotError(f"{path}: malformed config ({error})") from None
-
-
-def _params(
-  folder: pathlib.Path, config: ModelConfig, recorded: dict[str, Any]
-) -> dict[str, np.ndarray]:
-  import jax
-  import orbax.checkpoint as ocp
-
-  if not folder.is_dir():
-    raise SpecPilotError(f"{folder}: the weights are missing")
-  table = layout(config)
-  with (
-    _quiet(),
-    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-  ):
-    with _damage(folder):
-      item = checkpointer.metadata(folder).item_metadata
-      # Orbax logs what is wrong with it, and gives None.
-      stored = None if item is None else dict(item.tree)
-    if stored is None:
-      raise SpecPilotError(
-        f"{folder}: damaged Orbax checkpoint (unreadable metadata)"
-      )
-    for name in table:
-      if name not in stored or name not in recorded:
-        raise SpecPilotError(f"{folder}: parameter {name!r} is missing")
-    for name in stored:
-      if name not in table:
-        raise SpecPilotError(f"{folder}: unknown parameter {name!r}")
-    kinds = jax.tree.map(
-      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored
-    )
-    with _damage(folder):
-      params = checkpointer.restore(
-        folder, args=ocp.args.PyTreeRestore(restore_args=kinds)
-      )
-  ordered = {}
-  for name, fused in table.items():
-    array = np.asarray(params[name])
-    common.check_weight(array, str(folder), name, fused.shape)
-    dtype = recorded[name].get("dtype")
-    if str(array.dtype) != dtype:
-      raise SpecPilotError(
-        f"{folder}: parameter {name!r} has dtype {array.dtype}, {METADATA}"
-        f" says {dtype}"
-      )
-    ordered[name] = array
-  return ordered
-
-
-@contextlib.contextmanager
-def _damage(folder: pathlib.Path) -> Generator[None]:
-  """Any failure inside is a damaged checkpoint."""
-  try:
-    yield
-  except Exception as error:  # Orbax raises many kinds for damaged files.
-    raise SpecPilotError(
-      f"{folder}: damaged Orbax checkpoint ({common.first_line(error)})"
-    ) from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-  """Nothing is logged: what matters of it is in the error."""
-  loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-  before = [logger.disabled for logger in loggers]
-  hook = sys.unraisablehook
-  _AbandonedReads.install()
-  for logger in loggers:
-    logger.disabled = True
-  try:
-    yield
-  except SpecPilotError:
-    # The reads that Orbax gave up may end later than this.
-    hook = sys.unraisablehook
-    raise
-  finally:
-    sys.unraisablehook = hook
-    for logger, disabled in zip(loggers, before, strict=True):
-      logger.disabled = disabled
-
-
-class _AbandonedReads:
-  """An `unraisablehook` that drops what abandoned reads report.
-
-  Orbax closes its event loop at the first read that fails. Each of the others
-  then fails to call back, in a thread of its own and at any later time, and
-  prints a traceback. All else goes to the hook that was there before.
-  """
-
-  def __init__(self, before):
-    self._before = before
-
-  def __call__(self, unraisable) -> None:
-    error = unraisable.exc_value
-    closed = isinstance(error, RuntimeError) and "loop is closed" in str(error)
-    if not closed:
-      self._before(unraisable)
-
-  @classmethod
-  def install(cls) -> None:
-    if not isinstance(sys.unraisablehook, cls):
-      sys.unraisablehook = cls(sys.unraisablehook)

@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs
-from specpilot_jax.checkpoints import Checkpoint, load_checkpoint, orbax
+from specpilot_jax.checkpoints import (
+  Checkpoint,
+  conversion,
+  hf,
+  load_checkpoint,
+  orbax,
+  orbax_arrays,
+  w12_storage,
+)
 from specpilot_jax.errors import SpecPilotError
 from tests.checkpoints import builders
 
@@ -100,8 +109,8 @@ class OrbaxTest(parameterized.TestCase):
     def write(**changes):
       path.write_text(json.dumps(metadata | changes))
 
-    write(version=2)
-    self.refused("specpilot.json: version is 2, this release reads 1")
+    write(version=3)
+    self.refused("specpilot.json: version is 3, this release reads 1 and 2")
     write(format="other")
     self.refused("specpilot.json: format is 'other', expected")
     write(notes=None)
@@ -162,6 +171,106 @@ class OrbaxTest(parameterized.TestCase):
       with self.assertNoLogs("absl", "DEBUG"):
         self.refused(rf"params: damaged Orbax checkpoint \(({what})")
     self.assertFalse(logging.getLogger("absl").disabled)
+
+
+class StoredW12Test(parameterized.TestCase):
+  """What is refused of a matrix in W12."""
+
+  def setUp(self):
+    super().setUp()
+    scratch = tempfile.TemporaryDirectory()
+    self.addCleanup(scratch.cleanup)
+    self.folder = pathlib.Path(scratch.name) / "saved"
+    self.name = "layers.0.mlp.down.weight"
+    config = builders.config("qwen3")
+    params = builders.params(config, builders.BFLOAT16)
+    matrix = params[self.name]
+    matrix[3, 5] = 3e38
+    matrix[7, 60] = 1e-38
+    hf.save(self.folder.parent / "source", config, params)
+    conversion.convert(self.folder.parent / "source", self.folder, "w12")
+    self.params = self.folder / "params"
+    self.path = self.folder / orbax.METADATA
+    self.metadata = json.loads(self.path.read_text())
+    self.entry = self.metadata["params"][self.name]
+
+  def refused(self, pattern):
+    with self.assertRaisesRegex(SpecPilotError, pattern) as caught:
+      orbax.load(self.folder)
+    self.assertLen(str(caught.exception).splitlines(), 1)
+
+  def write_metadata(self):
+    self.path.write_text(json.dumps(self.metadata))
+
+  def chunk(self, part):
+    chunks = (self.params / f"{self.name}.{part}").iterdir()
+    return next(path for path in chunks if path.name[0] != ".")
+
+  @parameterized.parameters(*w12_storage.NAMES)
+  def test_parts(self, part):
+    orbax.load(self.folder)
+    chunk = self.chunk(part)
+    content = chunk.read_bytes()
+    at = len(content) // 2
+    flipped = bytes([content[at] ^ 16])
+    chunk.write_bytes(content[:at] + flipped + content[at + 1 :])
+    self.refused(f"part '{part}' of parameter '{self.name}' is damaged")
+    # As if it had been written like that: the codec's own checks remain.
+    recorded = self.entry["parts"][part]
+    array = orbax_arrays.read(self.params, [f"{self.name}.{part}"])[0]
+    recorded["crc32"] = orbax_arrays.crc32(array)
+    self.write_metadata()
+    if part in ("row_start", "columns", "shape", "version"):
+      self.refused(f"parameter '{self.name}': ")
+    chunk.write_bytes(content[:-1])
+    self.refused(f"damaged Orbax checkpoint .*'{self.name}.{part}'")
+    chunk.unlink()
+    self.refused(f"damaged Orbax checkpoint .*'{self.name}.{part}'")
+    shutil.rmtree(chunk.parent)
+    self.refused(f"params: part '{part}' of parameter '{self.name}' is missing")
+
+  def test_records(self):
+    parts = self.entry["parts"]
+    low = parts.pop("low")
+    self.write_metadata()
+    self.refused(f"part 'low' of parameter '{self.name}' is unknown")
+    parts["low"] = low
+    parts["high"] = low
+    self.write_metadata()
+    self.refused(f"part 'high' of parameter '{self.name}' is missing")
+    del parts["high"]
+    parts["low"] = low | {"shape": [1, 64]}
+    self.write_metadata()
+    self.refused(r"part 'low' .* has shape \[8, 64\], specpilot.json says")
+    parts["low"] = low | {"dtype": "uint8"}
+    self.write_metadata()
+    self.refused("part 'low' .* has dtype uint16, specpilot.json says uint8")
+    parts["low"] = 3
+    self.write_metadata()
+    self.refused(f"specpilot.json: the entry of '{self.name}' is malformed")
+    parts["low"] = low
+    self.entry["encoding"] = "w11"
+    self.write_metadata()
+    self.refused(f"'{self.name}' has encoding 'w11', this release reads 'w12'")
+    del self.entry["encoding"]
+    self.write_metadata()
+    self.refused(f"params: parameter '{self.name}' is missing")
+    self.metadata["params"][self.name] = []
+    self.write_metadata()
+    self.refused(f"specpilot.json: the entry of '{self.name}' is malformed")
+
+  def test_metadata_of_an_array(self):
+    path = self.params / f"{self.name}.low" / ".zarray"
+    path.write_text(path.read_text()[:9])
+    self.refused(rf"\(unreadable metadata in {self.name}.low/.zarray\)")
+
+  def test_weights(self):
+    for call in (orbax.load, load_checkpoint):
+      for weights, kind in (("w12", W12Array), ("bf16", np.ndarray)):
+        loaded = call(self.folder, weights=weights)
+        self.assertIsInstance(loaded.params[self.name], kind)
+      with self.assertRaisesRegex(SpecPilotError, "weights='w8' is not one of"):
+        call(self.folder, weights="w8")
 
 
 if __name__ == "__main__":
