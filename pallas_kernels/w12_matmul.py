@@ -277,25 +277,26 @@ def _unpack(q, *parts):
 def _unpack_assembly(q, *parts):
   """The same for two lanes at a time."""
   pair, low = parts[q // 2], parts[2:]
-  # Sign and field, both in place; then the lower mantissa, then the factor.
-  lines = (
-    ["shr.b32 a, $1, 4;", "lop3.b32 b, $1, 0x80008000, 0, 0xc0;"]
-    if q % 2
-    else [
-      "shl.b32 a, $1, 4;",
-      "shl.b32 b, $1, 8;",
-      "and.b32 b, b, 0x80008000;",
-    ]
-  )
-  lines.append("lop3.b32 a, a, 0x07f007f0, b, 0xea;")  # (a & c) | b
+  # Everything but the sign in place in a, the sign in b.
+  sign = "$1"
+  if q % 2:
+    lines = ["shr.b32 a, $1, 4;"]
+  else:
+    lines = ["shl.b32 a, $1, 4;", "shl.b32 b, $1, 8;"]
+    sign = "b"
   if low:
-    source = "$2"
+    nibble = "$2"
+    lines.append(f"and.b32 b, {sign}, 0x80008000;")
+    lines.append("lop3.b32 a, a, 0x07f007f0, b, 0xea;")  # (a & c) | b
     if q:
       lines.append(f"shr.b32 b, $2, {4 * q};")
-      source = "b"
-    lines.append(f"lop3.b32 a, {source}, 0x000f000f, a, 0xea;")
+      nibble = "b"
+    lines.append(f"lop3.b32 a, {nibble}, 0x000f000f, a, 0xea;")
   else:
-    lines.append("or.b32 a, a, 0x00080008;")
+    # Taken by the mask: sign where it is set, a elsewhere.
+    lines.append(f"lop3.b32 a, {sign}, a, 0x80008000, 0xe4;")
+    lines.append("mov.b32 b, 0x87f087f0;")
+    lines.append("lop3.b32 a, a, b, 0x00080008, 0xea;")
   lines.append("mov.b32 b, 0x77807780;")  # 2^112, twice.
   lines.append("mul.rn.bf16x2 $0, a, b;")
   body = " ".join(lines)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,58 @@ class ProductTest(parameterized.TestCase):
     odd = packed(w12_matrices.gaussian(64, 24))
     with self.assertRaisesRegex(ValueError, r"does not take W of \(64, 24\)"):
       interpreted(rows(1, 24), odd)
+
+
+def look_up(x: int, y: int, z: int, table: int) -> int:
+  """PTX `lop3`: bit by bit the entry of the table."""
+  out = 0
+  for i in range(32):
+    at = (x >> i & 1) << 2 | (y >> i & 1) << 1 | (z >> i & 1)
+    out |= (table >> at & 1) << i
+  return out
+
+
+OPERATIONS = {
+  "mov.b32": lambda x: x,
+  "shr.b32": lambda x, n: x >> n,
+  "shl.b32": lambda x, n: (x << n) & 0xFFFFFFFF,
+  "and.b32": lambda x, y: x & y,
+  "lop3.b32": look_up,
+}
+
+
+class AssemblyTest(parameterized.TestCase):
+  """No interpreter runs it, so it is run here, integers as integers."""
+
+  @parameterized.product(q=tuple(range(4)), view=(False, True))
+  def test_against_the_codec(self, q, view):
+    lane = jnp.zeros(2, jnp.uint16)
+    planes = [lane] * (2 if view else 3)
+    with mock.patch.object(
+      w12_matmul.pltriton, "elementwise_inline_asm", return_value=(None,)
+    ) as assembly:
+      w12_matmul._unpack_assembly(q, *planes)
+    text = assembly.call_args.args[0].strip("{} ")
+    self.assertIs(assembly.call_args.kwargs["args"][0], planes[q // 2])
+    declared, *lines, last = (x.strip() for x in text.strip(";").split(";"))
+    self.assertEqual(declared, ".reg .b32 a, b")
+    self.assertEqual(last, "mul.rn.bf16x2 $0, a, b")
+    rng = np.random.default_rng(q)
+    for pair, low in rng.integers(0, 1 << 32, (200, 2)).tolist():
+      registers = {"$1": pair, "$2": low}
+      for line in lines:
+        name, _, rest = line.partition(" ")
+        out, *inputs = (x.strip() for x in rest.split(","))
+        values = [registers[x] if x in registers else int(x, 0) for x in inputs]
+        registers[out] = OPERATIONS[name](*values)
+      for shift in (0, 16):
+        byte = pair >> shift >> (8 * (q % 2)) & 255
+        rest = 8 if view else low >> shift >> (4 * q) & 15
+        expected = (byte & 128) << 8 | (byte & 127) << 4 | rest
+        self.assertEqual(registers["a"] >> shift & 0xFFFF, expected)
+      self.assertEqual(registers["b"], 0x7780 << 16 | 0x7780)
+    factor = jax.lax.bitcast_convert_type(jnp.uint16(0x7780), jnp.bfloat16)
+    self.assertEqual(float(factor), 2.0**112)
 
 
 class LoweringTest(parameterized.TestCase):
