@@ -120,6 +120,21 @@ class ModelTest(parameterized.TestCase):
         tokens(Kernels(), drafter),
       )
 
+  def test_scores_are_the_references(self):
+    config = kit.hybrid()
+    target = target_lib.build(
+      config,
+      bfloat16_values(config),
+      "float32",
+      Kernels(w12_matmul="interpret"),
+    )
+    Engine(target, max_seq_len=256, prefill_chunk=64)
+    target, _ = registry.prepare(PACKED, target, None)
+    settings = {"system": PACKED, "max_seq_len": 256}
+    Engine(target, prefill_chunk=65, **settings)
+    with self.assertRaisesRegex(SpecPilotError, "prefill_chunk must be above"):
+      Engine(target, prefill_chunk=64, **settings)
+
   def test_values_that_bfloat16_does_not_hold(self):
     config = kit.hybrid()
     params = target_lib.random_params(config, 0)
