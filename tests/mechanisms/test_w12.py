@@ -119,9 +119,7 @@ class ModelTest(parameterized.TestCase):
       sampling = SamplingParams(max_tokens=8, ignore_eos=True)
       return engine.generate([1, 2, 3, 1, 2, 3, 1, 2], sampling).token_ids
 
-    self.assertEqual(
-      tokens(Kernels(w12_matmul="interpret")), tokens(Kernels())
-    )
+    self.assertEqual(tokens(Kernels(w12_matmul="interpret")), tokens(Kernels()))
 
   def test_scores_are_the_references(self):
     config = kit.hybrid()
