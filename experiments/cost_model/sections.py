@@ -45,8 +45,9 @@ def lines(model: Mapping[str, Any]) -> list[str]:
     )
     out.append(
       f"step of {name}: {number(system['profiled_step_us'], 0)} us"
-      f" {model['timing']} ({shares}), floor {number(system['floor_step_us'], 0)} us, overhead"
-      f" factor {number(system['overhead_factor'], 3)}"
+      f" {model['timing']} ({shares}), floor"
+      f" {number(system['floor_step_us'], 0)} us, overhead factor"
+      f" {number(system['overhead_factor'], 3)}"
     )
   ratio = model.get("verify_over_ar_step")
   if ratio is not None:
