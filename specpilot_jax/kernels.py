@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels import dispatch, gdn_verify
+from pallas_kernels import dispatch, gdn_verify, w12_matmul
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
@@ -95,16 +95,19 @@ def _check_size(kernel: str, model: str, field: str, size: int) -> None:
     )
 
 
-def check_passes(kernels: Kernels, nodes: int, prefill_chunk: int) -> None:
+def check_passes(
+  kernels: Kernels, nodes: int, prefill_chunk: int, weights: str
+) -> None:
   """Refuses passes that would take the wrong implementation.
 
   Args:
     nodes: of a verify pass at most.
     prefill_chunk: tokens of a pass over prompt or scored text.
+    weights: of the target, one of `configs.WEIGHTS`.
 
   Raises:
-    SpecPilotError: more nodes than a kernel takes; chunks of one token, which
-      would be computed by the kernels that scoring is to judge.
+    SpecPilotError: more nodes than a kernel takes; chunks of so few tokens
+      that they would be computed by the kernels that scoring is to judge.
   """
   limit = max(gdn_verify.TILES)
   if kernels.gdn_verify == "triton":
@@ -112,6 +115,13 @@ def check_passes(kernels: Kernels, nodes: int, prefill_chunk: int) -> None:
   if kernels.gdn_verify != "reference" and nodes > limit:
     raise SpecPilotError(
       f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"
+    )
+  packed = kernels.w12_matmul != "reference" and weights == "w12"
+  if packed and prefill_chunk <= w12_matmul.MAX_ROWS:
+    raise SpecPilotError(
+      f"prefill_chunk must be above {w12_matmul.MAX_ROWS} with the kernel"
+      " w12_matmul, which takes up to so many rows: prompts and scores are"
+      " computed with the reference"
     )
   if kernels != dispatch.REFERENCE and prefill_chunk == 1:
     raise SpecPilotError(

@@ -217,9 +217,27 @@ def unfinished(root: Path) -> list[str]:
   return found
 
 
+PLANES = ("view01", "view23", "low", "row_start")
+"""Parts of a matrix in W12."""
+
+
+def planes_elsewhere(root: Path) -> list[str]:
+  """Parts of W12 matrices that are read outside codec and kernel."""
+  found = []
+  for module in read_modules(root):
+    if module.name.rpartition(".")[2].startswith("w12"):
+      if not within(module.name, MECHANISMS):
+        continue
+    for node in ast.walk(module.tree):
+      if isinstance(node, ast.Attribute) and node.attr in PLANES:
+        found.append(f"{module.name}:{node.lineno} reads {node.attr}")
+  return found
+
+
 RULES = (
   wrong_directions,
   mechanisms_in_engine,
+  planes_elsewhere,
   flags_in_libraries,
   missing_docstrings,
   unfinished,
@@ -241,6 +259,7 @@ def sound(tmp_path) -> Path:
   files = {
     "pallas_kernels/__init__.py": "",
     "pallas_kernels/dot.py": "import jax\n",
+    "pallas_kernels/w12_matmul.py": "def f(w):\n  return w.view01\n",
     "specpilot_jax/__init__.py": "",
     "specpilot_jax/configs.py": "import dataclasses\n",
     "specpilot_jax/models/__init__.py": "",
@@ -371,6 +390,12 @@ WRONG = (
     flags_in_libraries,
     "specpilot_jax/cli.py",
     "from absl.flags import FLAGS\ndef f():\n  return FLAGS['model']",
+  ),
+  (planes_elsewhere, "pallas_kernels/dot.py", "def f(w):\n  return w.low"),
+  (
+    planes_elsewhere,
+    "specpilot_jax/mechanisms/w12.py",
+    "def f(w):\n  return w.view23",
   ),
   (unfinished, "memory/store.py", "def f():\n  raise NotImplementedError"),
   (unfinished, "memory/store.py", "# TODO: all of it"),

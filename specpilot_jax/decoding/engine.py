@@ -121,7 +121,9 @@ class Engine:
     if drafter is not None:
       num_drafts = system.num_drafts or drafter.num_slots
     self.num_drafts = num_drafts
-    kernels_lib.check_passes(target.kernels, 1 + num_drafts, prefill_chunk)
+    kernels_lib.check_passes(
+      target.kernels, 1 + num_drafts, prefill_chunk, target.weights
+    )
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1
     self._host_lag = host_lag

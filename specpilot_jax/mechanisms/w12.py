@@ -44,9 +44,9 @@ def encode(name: str, weight: Array) -> W12Array:
   return w12_device.encode_on_device(rounded)
 
 
-def _encoded(parameters: dict[str, assembly.Leaf]) -> dict[str, assembly.Leaf]:
+def _encoded(leaves: dict[str, assembly.Leaf]) -> dict[str, assembly.Leaf]:
   out: dict[str, assembly.Leaf] = {}
-  for name, leaf in parameters.items():
+  for name, leaf in leaves.items():
     if layers.is_matrix(name, leaf.shape) and not isinstance(leaf, W12Array):
       leaf = encode(name, leaf)
     out[name] = leaf
@@ -59,7 +59,7 @@ def target(model: Target) -> Target:
   Raises:
     SpecPilotError: as `encode`.
   """
-  arrays = _encoded(target_lib.parameters(model))
+  arrays = _encoded(assembly.leaves(model))
   return target_lib.assemble(model.config, arrays, model.dtype, model.kernels)
 
 
@@ -72,7 +72,7 @@ def drafter(model: Drafter | None, target: Target) -> Drafter | None:
   if not isinstance(model, DFlashDrafter):
     return model  # It has no weights.
   own = model.model()
-  arrays = _encoded(assembly.parameters(own))
+  arrays = _encoded(assembly.leaves(own))
 
   def make() -> DFlash:
     return DFlash(own.config, own.dtype, nnx.Rngs(0))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import jax
 from flax import nnx
 
+from pallas_kernels import w12_array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.errors import SpecPilotError
 
@@ -30,10 +31,18 @@ def structs(make: Callable[[], nnx.Module]) -> dict[str, jax.ShapeDtypeStruct]:
   }
 
 
-def parameters(module: nnx.Module) -> dict[str, Leaf]:
-  """The arrays of a module, by the names of `structs`."""
+def leaves(module: nnx.Module) -> dict[str, Leaf]:
+  """What a module holds, by the names of `structs`."""
   _, state = nnx.split(module)
   return {name: leaf.get_value() for name, leaf in sorted(_flat(state).items())}
+
+
+def parameters(module: nnx.Module) -> dict[str, jax.Array]:
+  """The arrays of a module, by the names of `structs`; W12 is decoded."""
+  return {
+    name: w12_array.decode(leaf) if isinstance(leaf, W12Array) else leaf
+    for name, leaf in leaves(module).items()
+  }
 
 
 def check_names(

@@ -184,7 +184,7 @@ def parameter_shapes(config: configs.ModelConfig) -> dict[str, tuple[int, ...]]:
   }
 
 
-def parameters(target: Target) -> dict[str, assembly.Leaf]:
+def parameters(target: Target) -> dict[str, Array]:
   """The parameters of a built target, by the names of `parameter_shapes`."""
   return assembly.parameters(target)
 

@@ -145,12 +145,12 @@ class EngineTest(parameterized.TestCase):
     chosen = Kernels(gdn_verify="triton")
     for gpu in lowering.GPUS:
       with lowering.on(gpu):
-        kernels_lib.check_passes(chosen, 32, 64)
+        kernels_lib.check_passes(chosen, 32, 64, "bf16")
         if "RTX" in gpu:
           with pytest.raises(SpecPilotError, match="at most 32 nodes.* has 33"):
-            kernels_lib.check_passes(chosen, 33, 64)
+            kernels_lib.check_passes(chosen, 33, 64, "bf16")
         else:
-          kernels_lib.check_passes(chosen, 64, 64)
+          kernels_lib.check_passes(chosen, 64, 64, "bf16")
 
   def test_scores_are_the_references(self):
     for chosen in ("gdn_decode", "add_norm"):

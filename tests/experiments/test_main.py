@@ -227,6 +227,29 @@ def test_rejection_sampling_is_not_forced(place, command):
   assert "rejection sampling" in verdict["reason"]
 
 
+def test_weights_in_w12(place, command):
+  """The same tokens with and without a drafter; AR's are the control then."""
+  for drafter, beside in (("none", "ar"), ("prompt_lookup", "ar,stock")):
+    folder = place / f"w12-{drafter}"
+    status = tiny.run(
+      *command,
+      f"--drafter={drafter}",
+      f"--systems={beside},candidate",
+      "--set=weights=w12",
+      "--dtype=bfloat16",
+      "--min_control_tokens=100",
+      f"--output_dir={folder}",
+    )
+    assert status == 0
+    result = results.read_result(folder)
+    assert result["systems"]["candidate"]["options"]["weights"] == "w12"
+    assert result["systems"]["ar"]["options"]["weights"] == "bf16"
+    verdict = result["token_forcing"]["candidate"]
+    assert verdict["verdict"] == "pass"
+    assert verdict["control"]["name"] == beside.rpartition(",")[2]
+    assert result["device_memory"]["planned_bytes"]["weights_in_w12"] > 0
+
+
 def test_wall_time_ends_a_run(place, command):
   folder = place / "late"
   status = tiny.run(*command, "--max_wall_s=0", f"--output_dir={folder}")
@@ -263,7 +286,12 @@ BAD = (
   (["--set=num_drafts=none"], "num_drafts='none'"),
   (["--drafter=medusa"], "'medusa'"),
   (["--drafter=none", "--systems=stock"], "stock needs a drafter"),
-  (["--drafter=none", "--set=num_drafts=2"], "--set needs a drafter"),
+  (
+    ["--drafter=none", "--set=num_drafts=2"],
+    "--set=num_drafts needs a drafter",
+  ),
+  (["--set=weights=int8"], "weights='int8'"),
+  (["--set=weights=w12"], "are not bfloat16 ones"),
   (["--systems=ar,best"], "'best'"),
   (["--systems=ar,ar"], "once"),
   (["--systems=candidate"], "--set"),

@@ -17,6 +17,7 @@ from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry, w12
+from specpilot_jax.models import assembly
 from specpilot_jax.models import target as target_lib
 from tests.decoding import kit
 
@@ -86,7 +87,8 @@ class ModelTest(parameterized.TestCase):
   def test_every_matrix_and_nothing_else(self):
     config = kit.hybrid()
     target = target_lib.build(config, bfloat16_values(config), "float32")
-    packed = target_lib.parameters(w12.target(target))
+    packed_target = w12.target(target)
+    packed = assembly.leaves(packed_target)
     for name, leaf in target_lib.parameters(target).items():
       matrix = leaf.ndim == 2 and not name.endswith("conv_weight")
       self.assertEqual(isinstance(packed[name], W12Array), matrix, name)
@@ -95,6 +97,9 @@ class ModelTest(parameterized.TestCase):
         continue
       whole = codec.decode(jax.tree.map(np.asarray, packed[name]))
       np.testing.assert_array_equal(whole.astype(np.float32), leaf)
+    decoded = target_lib.parameters(packed_target)
+    for name, leaf in target_lib.parameters(target).items():
+      np.testing.assert_array_equal(decoded[name].astype(leaf.dtype), leaf)
 
   def test_kernels_interpreted(self):
     """The kernel in every product, at one row and at a block's."""
@@ -119,6 +124,21 @@ class ModelTest(parameterized.TestCase):
         tokens(Kernels(w12_matmul="interpret"), drafter),
         tokens(Kernels(), drafter),
       )
+
+  def test_scores_are_the_references(self):
+    config = kit.hybrid()
+    target = target_lib.build(
+      config,
+      bfloat16_values(config),
+      "float32",
+      Kernels(w12_matmul="interpret"),
+    )
+    Engine(target, max_seq_len=256, prefill_chunk=64)
+    target, _ = registry.prepare(PACKED, target, None)
+    settings = {"system": PACKED, "max_seq_len": 256}
+    Engine(target, prefill_chunk=65, **settings)
+    with self.assertRaisesRegex(SpecPilotError, "prefill_chunk must be above"):
+      Engine(target, prefill_chunk=64, **settings)
 
   def test_values_that_bfloat16_does_not_hold(self):
     config = kit.hybrid()
@@ -147,7 +167,7 @@ class ModelTest(parameterized.TestCase):
     target, drafter = registry.prepare(PACKED, target, drafter)
     assert drafter is not None
     leaves = jax.tree.leaves(
-      (target_lib.parameters(target), drafter.params[0]),
+      (assembly.leaves(target), drafter.params[0]),
       is_leaf=lambda x: isinstance(x, W12Array),
     )
     held = sum(x.nbytes for x in leaves if isinstance(x, W12Array))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 from unittest import mock
 
 import jax
@@ -211,7 +212,7 @@ class LoweringTest(parameterized.TestCase):
   def test_lowers_at_27b_shapes(self, gpu, n, view):
     high, width = 16480, 5120
 
-    def struct(*shape, dtype=jnp.bfloat16):
+    def struct(*shape, dtype=jnp.bfloat16) -> Any:
       return jax.ShapeDtypeStruct(shape, dtype)
 
     plane = struct(high // 4, width, dtype=jnp.uint16)
