@@ -59,7 +59,8 @@ class TensorFile:
     content = read_at(self._file, path, 8, (size,), np.uint8).tobytes()
     self._header = json.loads(content)
     self._begin = 8 + size
-    self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+    # The library lets null pass for none.
+    self.metadata: dict[str, str] = self._header.pop("__metadata__", None) or {}
 
   def names(self) -> list[str]:
     """Of the tensors, in the order of their places."""

@@ -134,6 +134,12 @@ class BadInputTest(W12FileTestCase):
     safetensors.numpy.save_file(some_tensors() | {"scalar": np.ones(1)},
                                 self.path)  # fmt: skip
     self.refused("format is None, this release reads 'specpilot-w12'")
+    w12_file.save(self.path, some_tensors())
+    content = self.path.read_bytes()
+    metadata = content[content.index(b'{"format') : content.index(b"}") + 1]
+    null = b"null".ljust(len(metadata))
+    self.path.write_bytes(content.replace(metadata, null, 1))
+    self.refused("format is None, this release reads 'specpilot-w12'")
 
   @parameterized.parameters(*w12_storage.NAMES)
   def test_missing_part(self, part):
