@@ -138,8 +138,8 @@ class _Weights:
     skipped = dict.fromkeys(_SKIPPED, 0)
     seen: dict[str, str] = {}
     for file in self.files:
-      kind = w12_file.W12File if file == w12_file.WEIGHTS else TensorFile
-      shard = kind(folder / file, stack)
+      form = w12_file.W12File if file == w12_file.WEIGHTS else TensorFile
+      shard = form(folder / file, stack)
       for stored in shard.names():
         if stored in seen:
           raise SpecPilotError(
