@@ -31,9 +31,10 @@ from experiments import (
 from experiments.console import Progress, number, say, table
 from experiments.cost_model import measure, sections
 from experiments.cost_model import model as cost_model
-from experiments.settings import AR, CANDIDATE, STOCK, Settings
+from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
 from specpilot_jax.checkpoints import widened
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
@@ -96,7 +97,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   room = _sequence_room(source, longest, settings.sampling.max_tokens)
   planned = _plan(settings, source, room, profile=profile)
   say(plan.check_memory(planned, footprint.device_bytes()))
-  model = source.build(settings.dtype, settings.kernels)
+  model = source.build(settings.dtype, settings.kernels, settings.weights)
   drafter = loading.make_drafter(settings.drafter, model.target)
   jax.block_until_ready(
     (target_lib.parameters(model.target), drafter and drafter.params)
@@ -205,6 +206,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
         Engine(
           model.target,
           tokenizer=model.tokenizer,
+          system=SystemConfig(weights=model.target.weights),
           max_seq_len=room,
           prefill_chunk=settings.prefill_chunk,
         ),
@@ -350,8 +352,7 @@ def _plan(
     prefill_chunk=settings.prefill_chunk,
     drafting=drafting,
     plain=plain,
-    in_w12=CANDIDATE in settings.systems
-    and settings.system(CANDIDATE).weights == "w12",
+    weights=sorted({settings.system(n).weights for n in settings.systems}),
   )
 
 

@@ -1,6 +1,6 @@
 """What a deployment needs of a machine, told before anything is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ def memory(
   prefill_chunk: int,
   drafting: int,
   plain: int,
-  in_w12: bool = False,
+  weights: Sequence[str] = ("bf16",),
 ) -> dict[str, int]:
   """Bytes by purpose of the engines of one run.
 
@@ -72,7 +72,7 @@ def memory(
     max_seq_len, prefill_chunk: of every engine.
     drafting: engines with the drafter.
     plain: engines without one, token forcing's included.
-    in_w12: the weights are held in W12 too.
+    weights: the forms that they are held in, of `configs.WEIGHTS`.
   """
   shape = dict(
     dtype=dtype, max_seq_len=max_seq_len, prefill_chunk=prefill_chunk
@@ -80,14 +80,15 @@ def memory(
   with_drafter = footprint.footprint(target, drafter, **shape)
   without = footprint.footprint(target, None, **shape)
   rows = min(prefill_chunk, max_seq_len)
-  packed = {}
-  if in_w12:
+  held = {}
+  if "bf16" in weights:
+    held["target"] = with_drafter.target_bytes
+    held["drafter"] = with_drafter.drafter_bytes if drafting else 0
+  if "w12" in weights:
     own = drafter if drafting else None
-    packed["weights_in_w12"] = footprint.w12_bytes(target, own)
+    held["weights_in_w12"] = footprint.w12_bytes(target, own)
   return {
-    "target": with_drafter.target_bytes,
-    "drafter": with_drafter.drafter_bytes if drafting else 0,
-    **packed,
+    **held,
     "keys_and_values": drafting * with_drafter.kv_cache_bytes
     + plain * without.kv_cache_bytes,
     "drafter_context": drafting * with_drafter.drafter_cache_bytes,

@@ -100,6 +100,12 @@ class Settings:
       if value is not None and not value >= lowest:
         raise SpecPilotError(f"{field} must be at least {lowest}, got {value}")
 
+  @property
+  def weights(self) -> str:
+    """How the target is loaded: in W12 where no system wants another form."""
+    wanted = {self.system(name).weights for name in self.systems}
+    return "w12" if wanted == {"w12"} else "bf16"
+
   def system(self, name: str) -> SystemConfig:
     """How a system decodes."""
     if name == CANDIDATE:

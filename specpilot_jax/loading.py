@@ -13,6 +13,7 @@ from specpilot_jax.checkpoints import (
   ZOO,
   Checkpoint,
   load_checkpoint,
+  widen,
   widened,
 )
 from specpilot_jax.checkpoints import drafter as drafter_lib
@@ -20,6 +21,7 @@ from specpilot_jax.configs import ModelConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import w12
 from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.drafters.dflash import DFlashDrafter
@@ -107,16 +109,28 @@ class Source:
     return self.checkpoint.tokenizer
 
   def build(
-    self, dtype: str | None = None, kernels: Kernels = REFERENCE
+    self,
+    dtype: str | None = None,
+    kernels: Kernels = REFERENCE,
+    weights: str = "bf16",
   ) -> LoadedModel:
     """Builds the target in `dtype`; `default_dtype()` by default.
 
+    Args:
+      kernels: implementations of its operations.
+      weights: `w12` holds its matrices in that alone.
+
     Raises:
       SpecPilotError: the weights alone are more than the device can hold, or
-        the kernels cannot run on it.
+        the kernels cannot run on it; weights that W12 does not hold.
     """
     dtype = dtype or default_dtype()
-    needed = footprint.target_bytes(self.config, dtype)
+    packed = weights == "w12"
+    needed = (
+      footprint.w12_bytes(self.config, None)
+      if packed
+      else footprint.target_bytes(self.config, dtype)
+    )
     available = footprint.device_bytes()
     if available is not None and needed > available:
       raise SpecPilotError(
@@ -125,12 +139,15 @@ class Source:
       )
     notes = tuple(self.checkpoint.notes)
     if widened.is_widened(self.name):
-      target = widened.target(self.name, self.checkpoint, dtype, kernels)
+      hold = w12.hold if packed else widen.as_it_is
+      target = widened.target(self.name, self.checkpoint, dtype, kernels, hold)
       notes = (*notes, widened.note(self.name))
     else:
       target = target_lib.build(
         self.config, self.checkpoint.params, dtype, kernels
       )
+      if packed:
+        target = w12.target(target)
     return LoadedModel(
       target=target,
       tokenizer=self.tokenizer,
@@ -184,7 +201,8 @@ def make_drafter(
 
   Args:
     name: one of `DRAFTERS`, or a folder with a released DFlash drafter.
-    target: that it drafts for; `none` and `prompt_lookup` need none.
+    target: that it drafts for; `none` and `prompt_lookup` need none. With a
+      target in W12 the drafter's own matrices are held so too.
 
   Raises:
     SpecPilotError: an unknown name, a model without a drafter of its own, a
@@ -196,11 +214,14 @@ def make_drafter(
     return PromptLookup()
   if target is None:
     raise SpecPilotError(f"drafter {str(name)!r} needs its target")
+  packed = target.weights == "w12"
   if name == "dflash" and widened.is_widened(target.config.name):
-    model = widened.drafter(target.config.name, str(target.dtype))
+    hold = w12.hold if packed else widen.as_it_is
+    model = widened.drafter(target.config.name, str(target.dtype), hold)
   else:
     model = drafter_lib.load(_folder(name, target.config), str(target.dtype))
-  return DFlashDrafter(model, target)
+  drafter = DFlashDrafter(model, target)
+  return w12.drafter(drafter, target) if packed else drafter
 
 
 def _folder(name: str | os.PathLike[str], target: ModelConfig) -> pathlib.Path:

@@ -44,8 +44,8 @@ def lines(model: Mapping[str, Any]) -> list[str]:
       if c["measured_us"]
     )
     out.append(
-      f"step of {name}: {number(system['profiled_step_us'], 0)} us profiled"
-      f" ({shares}), floor {number(system['floor_step_us'], 0)} us, overhead"
+      f"step of {name}: {number(system['profiled_step_us'], 0)} us"
+      f" {model['timing']} ({shares}), floor {number(system['floor_step_us'], 0)} us, overhead"
       f" factor {number(system['overhead_factor'], 3)}"
     )
   ratio = model.get("verify_over_ar_step")
@@ -128,7 +128,7 @@ def _systems(model) -> Table:
       "step of",
       "nodes",
       "measured us",
-      "profiled us",
+      f"us {model['timing']}",
       "floor us",
       "kernel factor",
       "overhead factor",

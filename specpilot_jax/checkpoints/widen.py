@@ -16,8 +16,9 @@ share an executable.
 
 import dataclasses
 import functools
+import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -361,6 +362,16 @@ def _vocabulary(small, columns, scale, key, *, size, dtype):
   )
 
 
+Hold = Callable[[str, Array], assembly.Leaf]
+"""Name and tensor to what the model is to hold of it."""
+
+
+def as_it_is(name: str, tensor: Array) -> assembly.Leaf:
+  """Holds the tensor itself."""
+  del name
+  return tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class _Maker:
   """Makes tensors of one wide model."""
@@ -431,6 +442,12 @@ class _Maker:
           yield name, self.draw(name, source, spread)
 
 
+def _held(
+  tensors: Iterable[tuple[str, Array]], hold: Hold
+) -> dict[str, assembly.Leaf]:
+  return {name: hold(name, tensor) for name, tensor in tensors}
+
+
 def widened_target_config(small: ModelConfig, wide: ModelConfig) -> ModelConfig:
   """The wide shape with what belongs to the text: tokens and context."""
   return dataclasses.replace(
@@ -452,6 +469,7 @@ def widen_target(
   taps: Sequence[tuple[int, int]] = (),
   dtype: str = "bfloat16",
   kernels: Kernels = REFERENCE,
+  hold: Hold = as_it_is,
 ) -> target_lib.Target:
   """The function of a small target at the shape of a wide one.
 
@@ -465,6 +483,8 @@ def widen_target(
       widened too.
     dtype: of the result.
     kernels: implementations of its operations.
+    hold: called with each tensor as soon as it is made, so that no two forms
+      of the whole model are held at once.
 
   Raises:
     SpecPilotError: see `target_ratios` and `placement`; kernels that cannot
@@ -490,16 +510,17 @@ def widen_target(
   tables = {kind: target_layer(small, kind, ratios) for kind in kinds}
   residual = tiled((small.hidden_size, ratios.hidden))
   head = "embed.weight" if small.tie_embeddings else "lm_head.weight"
-  arrays = dict(maker.layers(wide.layer_types, placed, tables))
-  arrays["norm.weight"] = maker.copy(
-    "norm.weight", "norm.weight", Spread(residual)
-  )
-  arrays["embed.weight"] = maker.vocabulary(
-    "embed.weight", "embed.weight", residual, 1
-  )
-  arrays["lm_head.weight"] = maker.vocabulary(
-    "lm_head.weight", head, residual, 1 / ratios.hidden
-  )
+
+  def ends() -> Iterator[tuple[str, Array]]:
+    name = "norm.weight"
+    yield name, maker.copy(name, name, Spread(residual))
+    name = "embed.weight"
+    yield name, maker.vocabulary(name, name, residual, 1)
+    name = "lm_head.weight"
+    yield name, maker.vocabulary(name, head, residual, 1 / ratios.hidden)
+
+  layers = maker.layers(wide.layer_types, placed, tables)
+  arrays = _held(itertools.chain(layers, ends()), hold)
   return target_lib.assemble(config, arrays, jnp.dtype(dtype), kernels)
 
 
@@ -512,7 +533,12 @@ def drafter_taps(
 
 
 def widen_drafter(
-  model: DFlash, wide: DrafterConfig, seed: int = 0, *, dtype: str = "bfloat16"
+  model: DFlash,
+  wide: DrafterConfig,
+  seed: int = 0,
+  *,
+  dtype: str = "bfloat16",
+  hold: Hold = as_it_is,
 ) -> DFlash:
   """The function of a small drafter at the shape of a wide one.
 
@@ -523,6 +549,7 @@ def widen_drafter(
       `drafter_taps`.
     seed: of the weights of extra layers.
     dtype: of the result.
+    hold: as `widen_target`.
 
   Raises:
     SpecPilotError: see `drafter_ratios`.
@@ -545,7 +572,10 @@ def widen_drafter(
   names = f"{small.name} to {wide.name}"
   placed = placement((kind,) * small.num_layers, kinds, names=names)
   table = {kind: drafter_layer(small, ratios)}
-  arrays = dict(maker.layers(kinds, placed, table))
-  for name, spread in drafter_ends(small, ratios).items():
-    arrays[name] = maker.copy(name, name, spread)
+  ends = (
+    (name, maker.copy(name, name, spread))
+    for name, spread in drafter_ends(small, ratios).items()
+  )
+  layers = maker.layers(kinds, placed, table)
+  arrays = _held(itertools.chain(layers, ends), hold)
   return assembly.assemble(config.name, make, arrays)

@@ -40,12 +40,17 @@ def preset_of(name: str) -> configs.ModelConfig:
 
 
 def target(
-  name: str, small: Checkpoint, dtype: str, kernels: Kernels = REFERENCE
+  name: str,
+  small: Checkpoint,
+  dtype: str,
+  kernels: Kernels = REFERENCE,
+  hold: widen.Hold = widen.as_it_is,
 ) -> target_lib.Target:
   """The zoo's target at the shape of a preset.
 
   Args:
     small: the zoo's checkpoint.
+    hold: see `widen.widen_target`.
 
   Raises:
     SpecPilotError: see `preset_of`.
@@ -61,6 +66,7 @@ def target(
     taps=taps,
     dtype=dtype,
     kernels=kernels,
+    hold=hold,
   )
 
 
@@ -74,11 +80,11 @@ def drafter_config(name: str) -> DrafterConfig:
   return drafter_configs.PRESETS[preset_of(name).name]
 
 
-def drafter(name: str, dtype: str) -> DFlash:
+def drafter(name: str, dtype: str, hold: widen.Hold = widen.as_it_is) -> DFlash:
   """The zoo's drafter at the shape of the preset's."""
   wide = drafter_config(name)
   small = drafter_lib.load(store.DFLASH, dtype)
-  return widen.widen_drafter(small, wide, SEED, dtype=dtype)
+  return widen.widen_drafter(small, wide, SEED, dtype=dtype, hold=hold)
 
 
 def note(name: str) -> str:

@@ -7,6 +7,7 @@ a model computes in float32 or float64, its weights must be bfloat16 values.
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
@@ -32,25 +33,38 @@ def encode(name: str, weight: Array) -> W12Array:
   Raises:
     SpecPilotError: a value that bfloat16 does not hold.
   """
-  rounded = weight.astype(jnp.bfloat16)
-  changed = int((rounded.astype(weight.dtype) != weight).sum())
-  if changed:
+  if jax.default_backend() == "cpu":
+    # NumPy is several times as fast there, and compiles nothing.
+    host = np.asarray(weight)
+    rounded = host.astype(ml_dtypes.bfloat16)
+    _refuse_changed(name, weight, (rounded.astype(host.dtype) != host).sum())
+    return jax.tree.map(jnp.asarray, codec.encode(rounded))
+  packed = weight.astype(jnp.bfloat16)
+  _refuse_changed(name, weight, (packed.astype(weight.dtype) != weight).sum())
+  return w12_device.encode_on_device(packed)
+
+
+def _refuse_changed(name: str, weight: Array, changed) -> None:
+  if int(changed):
     raise SpecPilotError(
-      f"weights=w12: {changed} of {weight.size} values of {name!r} are not"
+      f"weights=w12: {int(changed)} of {weight.size} values of {name!r} are not"
       " bfloat16 ones"
     )
-  if jax.default_backend() == "cpu":  # Several times as fast there.
-    return jax.tree.map(jnp.asarray, codec.encode(np.asarray(rounded)))
-  return w12_device.encode_on_device(rounded)
+
+
+def hold(name: str, leaf: assembly.Leaf) -> assembly.Leaf:
+  """What a model in W12 holds of a parameter: matrices are encoded.
+
+  Raises:
+    SpecPilotError: as `encode`.
+  """
+  if isinstance(leaf, W12Array) or not layers.is_matrix(name, leaf.shape):
+    return leaf
+  return encode(name, leaf)
 
 
 def _encoded(leaves: dict[str, assembly.Leaf]) -> dict[str, assembly.Leaf]:
-  out: dict[str, assembly.Leaf] = {}
-  for name, leaf in leaves.items():
-    if layers.is_matrix(name, leaf.shape) and not isinstance(leaf, W12Array):
-      leaf = encode(name, leaf)
-    out[name] = leaf
-  return out
+  return {name: hold(name, leaf) for name, leaf in leaves.items()}
 
 
 def target(model: Target) -> Target:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 from flax import nnx
 
+from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs, loading
 from specpilot_jax.checkpoints import widen
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.models import assembly
+from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.drafters import config as drafter_config
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
@@ -58,6 +59,27 @@ class NamesTest(parameterized.TestCase):
     )
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(drafter.params)}
     self.assertEqual(dtypes, {jnp.dtype(jnp.bfloat16)})
+
+  def test_straight_into_w12(self):
+    """Matrices are W12 from the start, and the same ones."""
+    source = loading.open_target("widened:hybrid-1280")
+    target = source.build("bfloat16", weights="w12").target
+    self.assertEqual(target.weights, "w12")
+    packed = loading.make_drafter("dflash", target)
+    plain = loading.make_drafter("dflash", mid_size().target)
+    assert isinstance(packed, DFlashDrafter) and isinstance(
+      plain, DFlashDrafter
+    )
+    for found, expected in (
+      (target, mid_size().target),
+      (packed.model(), plain.model()),
+    ):
+      expected = assembly.parameters(expected)
+      for name, leaf in assembly.leaves(found).items():
+        matrix = layers.is_matrix(name, leaf.shape)
+        self.assertEqual(isinstance(leaf, W12Array), matrix, name)
+      for name, leaf in assembly.parameters(found).items():
+        self.assertTrue(bool((leaf == expected[name]).all()), name)
 
   @parameterized.parameters("widened:", "widened:qwen3.5-4b", "widened:zoo")
   def test_unknown(self, name):

@@ -12,9 +12,13 @@ GPUS = {
 """Streaming multiprocessors by device kind."""
 
 
+SERVERS = GPUS | {"NVIDIA B200": 148}
+"""Those, and one that no flag file is for."""
+
+
 def on(gpu: str) -> contextlib.AbstractContextManager:
-  """Traces and lowers for a GPU; a key of `GPUS`."""
-  device = jax.sharding.AbstractDevice(gpu, GPUS[gpu], "cuda")
+  """Traces and lowers for a GPU; a key of `SERVERS`."""
+  device = jax.sharding.AbstractDevice(gpu, SERVERS[gpu], "cuda")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   return jax.sharding.use_abstract_mesh(mesh)
 
@@ -23,7 +27,7 @@ def lower(function, gpu: str, *arguments) -> str:
   """StableHLO text of a jitted function for a GPU.
 
   Args:
-    gpu: a key of `GPUS`.
+    gpu: a key of `SERVERS`.
     arguments: `jax.ShapeDtypeStruct`s.
   """
   with on(gpu):

@@ -205,7 +205,7 @@ class AssemblyTest(parameterized.TestCase):
 
 class LoweringTest(parameterized.TestCase):
   @parameterized.product(
-    gpu=tuple(lowering.GPUS),
+    gpu=tuple(lowering.SERVERS),
     n=(1, 16, 32, 64, 128),
     view=(False, True),
   )
