@@ -1,4 +1,4 @@
-"""Learned drafters in the released safetensors layout."""
+"""Learned drafters in the released safetensors layout, or that in W12."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import safetensors.numpy
 from flax import nnx
 
 from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.checkpoints import w12_file
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.drafters.dflash import DFlash
@@ -66,8 +67,15 @@ def _flat(model: DFlash):
   return graphdef, nnx.to_flat_state(state)
 
 
-def save(folder: str | os.PathLike[str], model: DFlash) -> None:
+def save(
+  folder: str | os.PathLike[str], model: DFlash, *, encode: bool = False
+) -> None:
   """Writes config.json and model.safetensors (bfloat16).
+
+  Args:
+    folder: must not exist, or be empty.
+    model: any float dtype.
+    encode: write model.w12.safetensors instead, the same in W12.
 
   Raises:
     SpecPilotError: the folder exists and is not empty, or cannot be written.
@@ -82,9 +90,12 @@ def save(folder: str | os.PathLike[str], model: DFlash) -> None:
       tensors[tensor] = np.ascontiguousarray(rows[start : start + shape[0]])
       start += shape[0]
   with common.new_folder(folder) as staging:
-    safetensors.numpy.save_file(
-      tensors, staging / WEIGHTS, metadata={"format": "pt"}
-    )
+    if encode:
+      w12_file.save(staging / w12_file.WEIGHTS, tensors)
+    else:
+      safetensors.numpy.save_file(
+        tensors, staging / WEIGHTS, metadata={"format": "pt"}
+      )
     text = json.dumps(model.config.to_hf(), indent=2) + "\n"
     (staging / CONFIG).write_text(text)
 
@@ -95,11 +106,34 @@ def load_config(folder: str | os.PathLike[str]) -> DrafterConfig:
   return DrafterConfig.from_hf(common.read_json(folder / CONFIG), folder.name)
 
 
+def _read(
+  folder: pathlib.Path,
+) -> tuple[pathlib.Path, dict[str, np.ndarray]]:
+  """The file with the weights, and its tensors."""
+  path, encoded = folder / WEIGHTS, folder / w12_file.WEIGHTS
+  if encoded.is_file():
+    if path.exists():
+      raise SpecPilotError(
+        f"{folder}: both {WEIGHTS} and {w12_file.WEIGHTS} are there"
+      )
+    return encoded, w12_file.load(encoded)
+  if not path.is_file():
+    raise SpecPilotError(
+      f"{folder}: {WEIGHTS} is missing, and {w12_file.WEIGHTS} too"
+    )
+  try:
+    return path, safetensors.numpy.load_file(path)
+  except (safetensors.SafetensorError, OSError) as error:
+    raise SpecPilotError(
+      f"{path}: damaged ({common.first_line(error)})"
+    ) from None
+
+
 def load(folder: str | os.PathLike[str], dtype: str) -> DFlash:
   """Loads a DFlash drafter.
 
   Args:
-    folder: with config.json and model.safetensors.
+    folder: with config.json and model.safetensors or model.w12.safetensors.
     dtype: `bfloat16`, `float32` or `float64`.
 
   Raises:
@@ -108,15 +142,7 @@ def load(folder: str | os.PathLike[str], dtype: str) -> DFlash:
   """
   folder = pathlib.Path(folder)
   config = load_config(folder)
-  path = folder / WEIGHTS
-  if not path.is_file():
-    raise SpecPilotError(f"{folder}: {WEIGHTS} is missing")
-  try:
-    tensors = safetensors.numpy.load_file(path)
-  except (safetensors.SafetensorError, OSError) as error:
-    raise SpecPilotError(
-      f"{path}: damaged ({common.first_line(error)})"
-    ) from None
+  path, tensors = _read(folder)
   table = layout(config)
   known = {tensor for parts in table.values() for tensor, _ in parts}
   for tensor in sorted(set(tensors) - known):

@@ -4,12 +4,15 @@ Weights are read tensor by tensor, in their stored dtype, and joined into the
 fused parameters of `layout`. Every tensor of the file is accounted for: used,
 or skipped because its name says that it belongs to the vision tower or to the
 multi-token-prediction head, or refused.
+
+In place of `model.safetensors` a folder may have its tensors in W12
+(`w12_file`), which `transformers` does not read; a conversion to safetensors
+gives such a folder's tensors back, bit for bit.
 """
 
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import pathlib
 from collections.abc import Generator, Iterator, Mapping
@@ -20,6 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.checkpoints import w12_file
 from specpilot_jax.checkpoints.hf_config import from_hf, to_hf
 from specpilot_jax.checkpoints.layout import (
   EMBEDDING,
@@ -33,10 +37,8 @@ from specpilot_jax.checkpoints.source import (
   checked,
   fused_blocks,
   fused_dtypes,
-  open_file,
-  read_at,
-  row_blocks,
 )
+from specpilot_jax.checkpoints.tensor_file import TensorFile
 from specpilot_jax.configs import ModelConfig, is_integer
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -64,7 +66,8 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def load(folder: str | os.PathLike[str]) -> common.Checkpoint:
-  """Loads a folder as `transformers` writes it, single file or sharded.
+  """Loads a folder as `transformers` writes it, single file or sharded, or
+  one with a W12 file.
 
   Raises:
     SpecPilotError: anything missing, unknown, damaged, of the wrong shape or
@@ -124,20 +127,20 @@ def _merge_generation_config(config: ModelConfig, folder: pathlib.Path):
 
 
 class _Weights:
-  """The safetensors files of a folder, indexed by text-only tensor name."""
+  """The files with the weights, indexed by text-only tensor name."""
 
   def __init__(self, folder, config, stack):
     self._folder = folder
     self._config = config
     self._table = layout(config)
-    self._places: dict[str, tuple[int, dict[str, int]]] = {}
     self.files, index = self._list_files()
-    self._where: dict[str, tuple[Any, str, str]] = {}
+    self._where: dict[str, tuple[TensorFile | w12_file.W12File, str, str]] = {}
     skipped = dict.fromkeys(_SKIPPED, 0)
     seen: dict[str, str] = {}
     for file in self.files:
-      shard = self._open(file, stack)
-      for stored in shard.keys():
+      form = w12_file.W12File if file == w12_file.WEIGHTS else TensorFile
+      shard = form(folder / file, stack)
+      for stored in shard.names():
         if stored in seen:
           raise SpecPilotError(
             f"{folder}: tensor {stored!r} is in both {seen[stored]} and {file}"
@@ -171,10 +174,18 @@ class _Weights:
 
   def _list_files(self):
     """(files to read, the index's tensor -> file map or None)."""
-    if os.path.lexists(self._folder / WEIGHTS):
-      return [WEIGHTS], None
-    if not os.path.lexists(self._folder / INDEX):
-      raise SpecPilotError(f"{self._folder}: no {WEIGHTS} and no {INDEX}")
+    forms = (WEIGHTS, INDEX, w12_file.WEIGHTS)
+    there = [f for f in forms if os.path.lexists(self._folder / f)]
+    if w12_file.WEIGHTS in there and len(there) > 1:
+      raise SpecPilotError(
+        f"{self._folder}: both {there[0]} and {w12_file.WEIGHTS} are there"
+      )
+    if not there:
+      raise SpecPilotError(
+        f"{self._folder}: no {WEIGHTS} and no {INDEX}, nor {w12_file.WEIGHTS}"
+      )
+    if there[0] != INDEX:
+      return [there[0]], None
     index = common.read_json(self._folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
       raise SpecPilotError(f"{self._folder / INDEX}: weight_map is missing")
@@ -188,29 +199,6 @@ class _Weights:
           f"{self._folder}: shard {file}, named by {INDEX}, is missing"
         )
     return sorted(set(index.values())), index
-
-  def _open(self, file, stack):
-    path = self._folder / file
-    if not path.is_file():
-      raise SpecPilotError(f"{path}: not a file")
-    try:
-      shard = stack.enter_context(
-        safetensors.safe_open(path, framework="numpy")
-      )
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-      raise SpecPilotError(
-        f"{path}: truncated or not safetensors ({common.first_line(error)})"
-      ) from None
-    # The library has checked the header, but does not tell the places.
-    descriptor = open_file(path, stack)
-    size = int(read_at(descriptor, path, 0, (), "<u8"))
-    header = json.loads(
-      read_at(descriptor, path, 8, (size,), np.uint8).tobytes()
-    )
-    header.pop("__metadata__", None)
-    places = {n: 8 + size + t["data_offsets"][0] for n, t in header.items()}
-    self._places[file] = descriptor, places
-    return shard
 
   def _skipped_kind(self, stored: str) -> str | None:
     if self._config.family == "qwen3_5":
@@ -255,8 +243,7 @@ class _Weights:
 
   def _check_header(self, part: Part) -> None:
     shard, file, stored = self._where[part.name]
-    header = shard.get_slice(stored)
-    shape, dtype = tuple(header.get_shape()), header.get_dtype()
+    shape, dtype = shard.shape(stored), shard.dtype_name(stored)
     if dtype not in _DTYPES:
       raise SpecPilotError(
         f"{self._folder}/{file}: tensor {stored!r} has dtype {dtype},"
@@ -270,24 +257,11 @@ class _Weights:
 
   def _dtype(self, part: Part) -> np.dtype:
     shard, _, stored = self._where[part.name]
-    return np.dtype(_DTYPES[shard.get_slice(stored).get_dtype()])
+    return np.dtype(_DTYPES[shard.dtype_name(stored)])
 
   def _read(self, part: Part) -> Iterator[np.ndarray]:
-    _, file, stored = self._where[part.name]
-    path, dtype = self._folder / file, self._dtype(part)
-    descriptor, places = self._places[file]
-    width = math.prod(part.shape[1:]) * dtype.itemsize
-    blocks = (
-      read_at(
-        descriptor,
-        path,
-        places[stored] + start * width,
-        (end - start, *part.shape[1:]),
-        dtype,
-      )
-      for start, end in row_blocks(part.shape, width)
-    )
-    return checked(blocks, str(path), stored)
+    shard, file, stored = self._where[part.name]
+    return checked(shard.blocks(stored), str(self._folder / file), stored)
 
   def _check_tied(self, embedding: Part) -> None:
     head = Part(LM_HEAD, embedding.shape)
@@ -315,6 +289,7 @@ def save(
   *,
   tokenizer_files: Mapping[str, bytes] | None = None,
   max_shard_bytes: int = MAX_SHARD_BYTES,
+  encode: bool = False,
 ) -> None:
   """Writes a folder that `transformers` and `load` read.
 
@@ -326,6 +301,7 @@ def save(
     params: parameter name to array (bfloat16, float16 or float32).
     tokenizer_files: `Tokenizer.files`, or None.
     max_shard_bytes: above this the weights are sharded, with an index.
+    encode: write one W12 file instead, which `load` alone reads.
 
   Raises:
     SpecPilotError: names, shapes or values that do not fit the config, or a
@@ -345,8 +321,11 @@ def save(
   tensors: dict[str, np.ndarray] = {}
   for name, fused in table.items():
     tensors |= split(fused, np.ascontiguousarray(np.asarray(params[name])))
-  files = shards({t: a.nbytes for t, a in tensors.items()}, max_shard_bytes)
+  nbytes = {tensor: array.nbytes for tensor, array in tensors.items()}
+  files = {} if encode else shards(nbytes, max_shard_bytes)
   with common.new_folder(folder) as staging:
+    if encode:
+      w12_file.save(staging / w12_file.WEIGHTS, tensors)
     for file, names in files.items():
       shard = {tensor: tensors[tensor] for tensor in names}
       # transformers wants to know which framework's layout the rows have.
@@ -359,7 +338,7 @@ def save(
           f"{folder}: cannot be written ({common.first_line(error)})"
         ) from None
     if len(files) > 1:
-      total = sum(array.nbytes for array in tensors.values())
+      total = sum(nbytes.values())
       weight_map = {tensor: f for f, names in files.items() for tensor in names}
       index = {"metadata": {"total_size": total}, "weight_map": weight_map}
       (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -201,7 +201,7 @@ def _stage_release(name: str, work: pathlib.Path) -> None:
   drafter = drafter_io.load(work / drafter_stages.FOLDER, "bfloat16")
   params = _trained_params(work) if name == ZOO else {}
   shutil.rmtree(release, ignore_errors=True)
-  drafter_io.save(release / store.DRAFTERS[name].name, drafter)
+  drafter_io.save(release / store.DRAFTERS[name].name, drafter, encode=True)
   if name != ZOO:
     return
   store.write_target(

@@ -55,7 +55,8 @@ def write_target(
   params: Mapping[str, np.ndarray],
   tokenizer_json: bytes,
 ) -> None:
-  """Writes a trained target as a Hugging Face folder in bfloat16.
+  """Writes a trained target as it ships: a Hugging Face folder in bfloat16
+  whose weights are a W12 file.
 
   Args:
     folder: must not exist, or be empty.
@@ -69,6 +70,7 @@ def write_target(
     recipes.TARGET,
     {n: np.asarray(v).astype(ml_dtypes.bfloat16) for n, v in params.items()},
     tokenizer_files=tokenizer_files(tokenizer_json),
+    encode=True,
   )
 
 

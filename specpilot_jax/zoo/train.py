@@ -4,8 +4,8 @@ Two recipes: `zoo` trains the target and its drafter, `smollm2` a drafter for
 SmolLM2-135M-Instruct. Stages, each resumable and done once: `data` (corpus,
 split, hashes, overlap check, and byte-level BPE or function heads), `target`,
 `text` (what the target generates), `drafter` (DFlash), `release` (the folders
-that ship). A stage that is complete is not run again; a stage that hits
---max_wall_s saves its state, and the same command goes on.
+that ship, weights in W12). A stage that is complete is not run again; a stage
+that hits --max_wall_s saves its state, and the same command goes on.
 """
 
 import math

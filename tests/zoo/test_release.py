@@ -1,6 +1,7 @@
 """What ships: weights that load, a drafter that drafts, and its controls."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 import shutil
@@ -14,7 +15,13 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from specpilot_jax import loading
-from specpilot_jax.checkpoints import conversion, load_checkpoint
+from specpilot_jax.checkpoints import (
+  conversion,
+  hf,
+  load_checkpoint,
+  w12,
+  w12_file,
+)
 from specpilot_jax.checkpoints import drafter as drafter_io
 from specpilot_jax.decoding.commit import commit
 from specpilot_jax.decoding.draft import Lattice
@@ -27,6 +34,19 @@ from tests.decoding import kit
 from tests.notes import FULL, note
 
 PROMPTS, TOKENS = (8, 128) if FULL else (2, 64)
+
+FOLDERS = {
+  folder.name: folder
+  for folder in (store.TARGET, store.DFLASH, store.SMOLLM2_DFLASH)
+}
+TRAINED = json.loads(
+  (pathlib.Path(__file__).parents[1] / "data/zoo_bf16.json").read_text()
+)
+"""SHA-256 of the bfloat16 files that training wrote and of their tensors."""
+
+
+def sha256(content: bytes) -> str:
+  return hashlib.sha256(content).hexdigest()
 
 
 def size_mb(folder: pathlib.Path) -> float:
@@ -89,10 +109,50 @@ class MaskedAnchor(DFlashDrafter):
 
 
 class ShippedTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    scratch = tempfile.TemporaryDirectory()
+    self.addCleanup(scratch.cleanup)
+    self.scratch = pathlib.Path(scratch.name)
+
   def test_sizes(self):
-    self.assertLess(size_mb(store.TARGET), 24)
+    self.assertLess(size_mb(store.TARGET), 18)
     self.assertLess(size_mb(store.DFLASH), 5)
-    self.assertLess(size_mb(store.SMOLLM2_DFLASH), 8)
+    self.assertLess(size_mb(store.SMOLLM2_DFLASH), 6)
+    for folder in FOLDERS.values():
+      self.assertFalse((folder / hf.WEIGHTS).exists())
+
+  @parameterized.parameters(*FOLDERS)
+  def test_weights_are_those_that_were_trained(self, name):
+    tensors = w12_file.load(FOLDERS[name] / w12_file.WEIGHTS)
+    self.assertEqual(
+      {tensor: sha256(array.tobytes()) for tensor, array in tensors.items()},
+      TRAINED[name]["tensors"],
+    )
+    self.assertEqual({a.dtype for a in tensors.values()}, {np.dtype(BFLOAT16)})
+    # The file is what the same tensors are written as.
+    path = self.scratch / w12_file.WEIGHTS
+    w12_file.save(path, tensors)
+    shipped = (FOLDERS[name] / w12_file.WEIGHTS).read_bytes()
+    self.assertEqual(path.read_bytes(), shipped)
+
+  @parameterized.parameters(*store.DRAFTERS)
+  def test_drafters_in_the_released_layout(self, name):
+    shipped = store.DRAFTERS[name]
+    folder = self.scratch / shipped.name
+    drafter_io.save(folder, drafter_io.load(shipped, "bfloat16"))
+    self.assertEqual(
+      sha256((folder / drafter_io.WEIGHTS).read_bytes()),
+      TRAINED[shipped.name]["file_sha256"],
+    )
+    drafter_io.load(folder, "bfloat16")
+
+  def test_size_reports(self):
+    for name, folder in FOLDERS.items():
+      with w12_file.opened(folder / w12_file.WEIGHTS) as file:
+        report = w12.size_report({m: file.matrix(m) for m in file.matrices()})
+      note(f"zoo {name}: {report.total}")
+      self.assertLess(report.total.bits_per_weight, 12.15)
 
   def test_target_is_the_recipe_in_bfloat16(self):
     zoo = load_checkpoint("zoo")
@@ -181,20 +241,31 @@ class ShippedTest(parameterized.TestCase):
 
 
 class ReleasedLayoutTest(parameterized.TestCase):
+  """Drafters in bfloat16, and the same in W12."""
+
   def setUp(self):
     super().setUp()
     scratch = tempfile.TemporaryDirectory()
     self.addCleanup(scratch.cleanup)
     self.folder = pathlib.Path(scratch.name) / "drafter"
 
-  def copy(self):
-    shutil.copytree(store.DFLASH, self.folder)
+  def copy(self, encode=False):
+    if encode:
+      shutil.copytree(store.DFLASH, self.folder)
+    else:
+      drafter_io.save(self.folder, drafter_io.load(store.DFLASH, "bfloat16"))
 
   def edit_config(self, **fields):
     path = self.folder / drafter_io.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
   def edit_tensors(self, edit):
+    encoded = self.folder / w12_file.WEIGHTS
+    if encoded.exists():
+      tensors = w12_file.load(encoded)
+      edit(tensors)
+      w12_file.save(encoded, tensors)
+      return
     path = self.folder / drafter_io.WEIGHTS
     tensors = safetensors.numpy.load_file(path)
     edit(tensors)
@@ -204,6 +275,23 @@ class ReleasedLayoutTest(parameterized.TestCase):
     with self.assertRaisesRegex(SpecPilotError, pattern) as caught:
       drafter_io.load(self.folder, "bfloat16")
     self.assertLen(str(caught.exception).splitlines(), 1)
+
+  def test_round_trip_in_w12(self):
+    model = DFlash(recipes.DFLASH, jnp.bfloat16, nnx.Rngs(7))
+    drafter_io.save(self.folder, model, encode=True)
+    self.assertEqual(
+      {path.name for path in self.folder.iterdir()},
+      {drafter_io.CONFIG, w12_file.WEIGHTS},
+    )
+    self.assert_same(model, drafter_io.load(self.folder, "bfloat16"))
+
+  def assert_same(self, model, back):
+    for a, b in zip(
+      jax.tree.leaves(nnx.split(model)[1]),
+      jax.tree.leaves(nnx.split(back)[1]),
+      strict=True,
+    ):
+      np.testing.assert_array_equal(a, b)
 
   def test_round_trip(self):
     model = DFlash(recipes.DFLASH, jnp.bfloat16, nnx.Rngs(7))
@@ -223,13 +311,7 @@ class ReleasedLayoutTest(parameterized.TestCase):
       },
       names,
     )
-    back = drafter_io.load(self.folder, "bfloat16")
-    for a, b in zip(
-      jax.tree.leaves(nnx.split(model)[1]),
-      jax.tree.leaves(nnx.split(back)[1]),
-      strict=True,
-    ):
-      np.testing.assert_array_equal(a, b)
+    self.assert_same(model, drafter_io.load(self.folder, "bfloat16"))
 
   @parameterized.parameters(
     ({"surprise": 1}, "unknown config field surprise"),
@@ -259,15 +341,29 @@ class ReleasedLayoutTest(parameterized.TestCase):
     ),
   )
   def test_refused_tensors(self, edit, pattern):
-    self.copy()
-    self.edit_tensors(edit)
-    self.refused(pattern)
+    for encode in (False, True):
+      with self.subTest(encode=encode):
+        self.copy(encode)
+        self.edit_tensors(edit)
+        self.refused(pattern)
+        shutil.rmtree(self.folder)
 
   def test_damaged_file(self):
     self.copy()
     path = self.folder / drafter_io.WEIGHTS
     path.write_bytes(path.read_bytes()[:1000])
-    self.refused("damaged")
+    self.refused("model.safetensors: damaged")
+    path.unlink()
+    self.refused("model.safetensors is missing, and model.w12.safetensors too")
+    self.folder.joinpath(drafter_io.CONFIG).unlink()
+    self.folder.rmdir()
+    self.copy(encode=True)
+    path.touch()
+    self.refused("both model.safetensors and model.w12.safetensors are there")
+    path.unlink()
+    encoded = self.folder / w12_file.WEIGHTS
+    encoded.write_bytes(encoded.read_bytes()[:1000])
+    self.refused("model.w12.safetensors: truncated or not safetensors")
 
 
 class ConvertTest(parameterized.TestCase):
@@ -285,13 +381,16 @@ class ConvertTest(parameterized.TestCase):
     assert back.tokenizer is not None and zoo.tokenizer is not None
     self.assertEqual(back.tokenizer.files, zoo.tokenizer.files)
     self.assertEqual(dataclasses.replace(back.config, name="zoo"), zoo.config)
+    if kind == conversion.SAFETENSORS:
+      self.assertEqual(
+        sha256((self.output / hf.WEIGHTS).read_bytes()),
+        TRAINED["target"]["file_sha256"],
+      )
 
   def test_wide_weights_are_rounded_on_request_alone(self):
     zoo = load_checkpoint("zoo")
     wide = {n: a.astype(np.float32) for n, a in zoo.params.items()}
     wide["embed.weight"] = wide["embed.weight"] + np.float32(1e-6)
-    from specpilot_jax.checkpoints import hf
-
     folder = self.output.parent / "wide"
     hf.save(folder, zoo.config, wide)
     with self.assertRaisesRegex(SpecPilotError, "--round_to_bf16"):

@@ -8,13 +8,15 @@ import time
 from unittest import mock
 
 import numpy as np
+import safetensors
 from absl.testing import absltest, parameterized
 
-from specpilot_jax.checkpoints import ZOO
+from specpilot_jax.checkpoints import ZOO, hf
 from specpilot_jax.checkpoints import drafter as drafter_io
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.zoo import data, optimizer, recipes, stages
 from specpilot_jax.zoo.text import Rows
+from tests.checkpoints.builders import BFLOAT16
 from tests.decoding import kit
 from tests.zoo.test_training import drafter_config
 
@@ -92,6 +94,15 @@ class StagesTest(parameterized.TestCase):
       {p.name for p in release.iterdir()},
       {"target", "dflash", "prompts.jsonl", "prompts_512.jsonl"},
     )
+    for name in ("target", "dflash"):
+      found = {path.name for path in (release / name).glob("*.safetensors")}
+      self.assertEqual(found, {"model.w12.safetensors"})
+    loaded = hf.load(release / "target")
+    self.assertEqual(loaded.config.layer_types, TARGET.layer_types)
+    with safetensors.safe_open(self.work / stages.TARGET_FILE, "numpy") as file:
+      for name, array in loaded.params.items():
+        rounded = file.get_tensor(name).astype(BFLOAT16)
+        np.testing.assert_array_equal(array, rounded)
     drafter = drafter_io.load(release / "dflash", "float32")
     self.assertEqual(drafter.config.target_layers, (0, 2))
     self.assertIsNone(self.run_stages())  # all of it is there
