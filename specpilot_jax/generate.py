@@ -75,8 +75,9 @@ def main() -> None:
     _DRAFTER.value or loading.default_drafter(model.config), model.target
   )
   prompt_ids = _prompt_ids(model.tokenizer)
+  target, drafter = registry.prepare(system, model.target, drafter)
   engine = Engine(
-    model.target,
+    target,
     drafter=drafter,
     tokenizer=model.tokenizer,
     system=system,
