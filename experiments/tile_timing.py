@@ -198,7 +198,7 @@ def w12_case(
       x, w, view=view, implementation=implementation, tile=tile
     )
     total = w12_matmul.sum_parts(parts)
-    return total[: x.shape[0], : w.shape[0]].astype(x.dtype)
+    return total[:, : w.shape[0]].astype(x.dtype)
 
   stages = f"{tile.num_stages} stages"
   label = f"{tile.lanes}x{tile.block} {tile.num_warps} warps {stages}"

@@ -80,7 +80,7 @@ def matmul(
       preferred_element_type=out_dtype,
     )
   parts = partial_sums(x, w, view=view, implementation=implementation)
-  return sum_parts(parts)[:n, : w.shape[0]].astype(out_dtype)
+  return sum_parts(parts)[:, : w.shape[0]].astype(out_dtype)
 
 
 def sum_parts(parts: Float[Array, "S N R"]) -> Float[Array, "N R"]:
@@ -104,8 +104,8 @@ def partial_sums(
   implementation: dispatch.Implementation,
   tile: Tile | None = None,
   expanded: Array | None = None,
-) -> Float[Array, "S N8 R"]:
-  """What the programs sum up: rows of x and of W are padded.
+) -> Float[Array, "S N R"]:
+  """What the programs sum up; the rows of W are padded.
 
   Args:
     view: the 8-bit view; the sparse lists have no part in it.
@@ -118,10 +118,9 @@ def partial_sums(
   """
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
-  n = rows_of(x.shape[0])
-  x = jnp.pad(x, ((0, n - x.shape[0]), (0, 0)))
+  n, padded = x.shape[0], rows_of(x.shape[0])
   size, columns = w.low.shape
-  tile = tile or TILES[n]
+  tile = tile or TILES[padded]
   tile = dataclasses.replace(
     tile,
     lanes=min(tile.lanes, 1 << (size.bit_length() - 1)),
@@ -142,6 +141,7 @@ def partial_sums(
     tile=tile,
     edges=edges,
     size=size,
+    padded=padded,
     planes=len(planes),
     assembly=implementation == "triton",
   )
@@ -161,14 +161,16 @@ def partial_sums(
   )(x, w.base, *planes, *lists)
 
 
-def _program(x_ref, base_ref, *refs, tile, edges, size, planes, assembly):
+def _program(
+  x_ref, base_ref, *refs, tile, edges, size, padded, planes, assembly
+):
   plane_refs, list_refs, out_ref = refs[:planes], refs[planes:-1], refs[-1]
   # The last program overlaps the one before and writes the same again.
   first = jnp.minimum(pl.program_id(0) * tile.lanes, size - tile.lanes)
   part = pl.program_id(1)
   stream = functools.partial(
     _stream, x_ref, base_ref, plane_refs, out_ref, first,
-    tile=tile, edges=edges, size=size, assembly=assembly,
+    tile=tile, edges=edges, size=size, padded=padded, assembly=assembly,
   )  # fmt: skip
   if not list_refs:
     stream(part)
@@ -178,21 +180,27 @@ def _program(x_ref, base_ref, *refs, tile, edges, size, planes, assembly):
   @pl.when(part < 4)
   def _():
     row = part * size + first
-    _sparse(x_ref, list_refs, out_ref, row, len(edges) - 1, tile.lanes)
+    _sparse(x_ref, list_refs, out_ref, row, len(edges) - 1, tile.lanes, padded)
 
   pl.when(part >= 4)(lambda: stream(part - 4))
 
 
 def _stream(
   x_ref, base_ref, plane_refs, out_ref, first, split,
-  *, tile, edges, size, assembly,
+  *, tile, edges, size, padded, assembly,
 ):  # fmt: skip
   """Sums up four times `lanes` rows over a range of columns."""
   lanes = pl.ds(first, tile.lanes)
+  row = jnp.arange(padded)[:, None]
 
   def step(k, totals):
     at = pl.ds(k * tile.block, tile.block)
-    x = x_ref[:, at]
+    if padded == x_ref.shape[0]:
+      x = x_ref[:, at]
+    else:
+      column = k * tile.block + jnp.arange(tile.block)[None, :]
+      live = jnp.broadcast_to(row < x_ref.shape[0], (padded, tile.block))
+      x = pltriton.load(x_ref.at[row, column], mask=live, other=0)
     if len(plane_refs) == 1:
       weights = [
         plane_refs[0][pl.ds(q * size + first, tile.lanes), at] for q in range(4)
@@ -206,7 +214,7 @@ def _stream(
       for total, weight in zip(totals, weights, strict=True)
     ]
 
-  zeros = jnp.zeros((tile.lanes, x_ref.shape[0]), jnp.float32)
+  zeros = jnp.zeros((tile.lanes, padded), jnp.float32)
   totals = lax.fori_loop(
     _select(edges[:-1], split), _select(edges[1:], split), step, [zeros] * 4
   )
@@ -214,7 +222,20 @@ def _stream(
     rows = pl.ds(q * size + first, tile.lanes)
     exponent = base_ref[rows].astype(jnp.int32) + w12_array.SCALE_OFFSET
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    out_ref[split, :, rows] = (total * scale[:, None]).T
+    _store(out_ref, split, q * size + first, (total * scale[:, None]).T)
+
+
+def _store(out_ref, part, first, total):
+  """Writes [padded rows of x, some of W] to a part, from row `first` of W."""
+  padded, lanes = total.shape
+  n = out_ref.shape[1]
+  if n == padded:
+    out_ref[part, :, pl.ds(first, lanes)] = total
+    return
+  row = jnp.arange(padded)[:, None]
+  live = jnp.broadcast_to(row < n, total.shape)
+  place = out_ref.at[part, row, first + jnp.arange(lanes)[None, :]]
+  pltriton.store(place, total, mask=live)
 
 
 def _edges(steps: int, shares: tuple[int, ...]) -> tuple[int, ...]:
@@ -231,20 +252,19 @@ def _select(values: tuple[int, ...], index):
   return out
 
 
-def _sparse(x_ref, list_refs, out_ref, row, part, lanes):
+def _sparse(x_ref, list_refs, out_ref, row, part, lanes, padded):
   """Sums up what `lanes` rows have in their lists."""
   start_ref, column_ref, value_ref = list_refs
-  n = x_ref.shape[0]
   rows = row + jnp.arange(lanes)
   start, end = start_ref[rows], start_ref[rows + 1]
-  each = jnp.arange(n)[:, None, None]
+  each = jnp.arange(padded)[:, None, None]
 
   def entries(i, total):
     at = start[:, None] + (i * ENTRIES + jnp.arange(ENTRIES))[None, :]
     live = at < end[:, None]
     column = pltriton.load(column_ref.at[at], mask=live, other=0)
     value = pltriton.load(value_ref.at[at], mask=live, other=0)
-    live = jnp.broadcast_to(live[None], (n, lanes, ENTRIES))
+    live = live[None] & (each < x_ref.shape[0])
     x = pltriton.load(x_ref.at[each, column[None]], mask=live, other=0)
     product = x.astype(jnp.float32) * value.astype(jnp.float32)[None]
     # What is no entry adds nothing, even to an infinity.
@@ -252,9 +272,12 @@ def _sparse(x_ref, list_refs, out_ref, row, part, lanes):
 
   longest = jnp.max(end - start)
   total = lax.fori_loop(
-    0, pl.cdiv(longest, ENTRIES), entries, jnp.zeros((n, lanes), jnp.float32)
+    0,
+    pl.cdiv(longest, ENTRIES),
+    entries,
+    jnp.zeros((padded, lanes), jnp.float32),
   )
-  out_ref[part, :, pl.ds(row, lanes)] = total
+  _store(out_ref, part, row, total)
 
 
 def _unpack(q, *parts):
