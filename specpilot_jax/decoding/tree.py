@@ -8,15 +8,15 @@ node's best child and the node's next sibling. Equal scores: the lower token
 id, then the older parent, first.
 
 How, and why it is exact
-- The heap is a frontier with one place per node, which holds that node's best
-  child not given yet. It needs no second: a sibling enters a heap only when the
-  one before it leaves, so a parent never has two children in it. A place's
-  index is the parent's, so `older parent first` is `lowest index first`, and no
+- The heap is one number per node: where in the lattice that node's next child
+  waits. It needs no second, since a sibling enters a heap only when the one
+  before it leaves, so that a parent never has two children in it. The number's
+  index is the parent's: `older parent first` is `lowest index first`, and no
   two entries have equal keys.
-- Giving the first entry is one lexicographic reduction over the frontier;
-  then two places change, the parent's (next sibling) and the new node's (first
-  child). Both are written by comparing indices: a pass is one small reduction
-  and one elementwise update, whatever the budget.
+- Giving the first entry is one lexicographic reduction over the keys; then two
+  numbers change, the parent's (its next sibling waits) and the new node's (its
+  first child does). Both are written by comparing indices: a pass is one small
+  reduction and one elementwise update, whatever the budget.
 - Nodes of the chain stand in the tree before the first pass, oldest first. The
   heap gives them too, when their turn comes, and only then their siblings and
   children may follow. Each pass gives another node, so `nodes` - 1 passes
@@ -81,29 +81,29 @@ class Tree:
 
 
 class _Table(NamedTuple):
-  """A lattice by (slot, parent's place, rank), best first.
+  """A lattice laid out flat; an address is one candidate under one parent.
 
-  P is the number of parents that differ: the candidates, or 1 where the scores
-  do not depend on the parent. One slot and one rank more than there are hold
-  nothing, so that the child after the last needs no test.
+  Addresses run over (slot, parent, rank), the rank fastest, best first: the
+  next sibling of a candidate is one address further. Parents are the places of
+  the slot before, or a single one where scores do not depend on it. One rank
+  and one slot more than there are hold nothing, so that the sibling or child
+  after the last needs no test.
   """
 
-  scores: Float[Array, "S+1 P C+1"]  # -inf: no candidate, nor any behind it
-  tokens: Int[Array, "S+1 P C+1"]
-  places: Int[Array, "S+1 P C+1"]  # the candidate as a parent
+  scores: Float[Array, " A"]  # -inf: no candidate, nor any of higher rank
+  tokens: Int[Array, " A"]
+  children: Int[Array, " A"]  # address of the candidate's own first child
+  ranks: int  # addresses per parent
+  stride: int  # addresses per slot
 
 
 class _Growth(NamedTuple):
-  """A tree while it grows. Per node: what it is, and its frontier place."""
+  """A tree while it grows."""
 
-  tokens: Int[Array, " N"]
+  addresses: Int[Array, " N"]  # of the nodes; without meaning for the anchor
   parents: Int[Array, " N"]
-  depth: Int[Array, " N"]
   scores: Float[Array, " N"]
-  places: Int[Array, " N"]
-  rank: Int[Array, " N"]  # of the child that waits
-  next_scores: Float[Array, " N"]  # of the path to it; -inf where none waits
-  next_tokens: Int[Array, " N"]
+  waiting: Int[Array, " N"]  # address of the child that may be given next
   size: Int[Array, ""]
 
 
@@ -148,55 +148,37 @@ def best_first(
     limit = 1 + jnp.clip(jnp.asarray(drafts, jnp.int32), 0, nodes - 1)
   table = _table(tokens, scores, order, slot_limit, valid_vocab)
 
-  growth, chained = _chain(
-    jnp.asarray(anchor, jnp.int32), table, nodes, min(slots, nodes - 1), limit
-  )
+  growth, chained = _chain(table, nodes, min(slots, nodes - 1), limit)
   index = jnp.arange(nodes, dtype=jnp.int32)
 
   def give(_, g: _Growth) -> _Growth:
-    score, token, parent = _first(g.next_scores, g.next_tokens)
-    parent = jnp.minimum(parent, nodes - 1)
+    score, _, parent = _first(
+      g.scores + _at(table.scores, g.waiting), _at(table.tokens, g.waiting)
+    )
     live = (score > -jnp.inf) & (g.size < limit)
-    above, slot = g.places[parent], g.depth[parent]
-    rank = g.rank[parent]
-    place = table.places[slot, above, rank]
-    # The first child of a node of the chain is the next of it.
-    known = (rank == 0) & (parent < chained)
+    address = _at(g.waiting, parent)
+    # The best child of a node of the chain is the next of it.
+    known = (address % table.ranks == 0) & (parent < chained)
     new = jnp.where(known, parent + 1, g.size)
     at_new = (index == new) & live
     at_parent = (index == parent) & live
-
-    def put(values, value):
-      return jnp.where(at_new, value, values)
-
-    def wait(values, sibling, child):
-      return jnp.where(at_parent, sibling, put(values, child))
-
-    sibling = (slot, above, rank + 1)
-    child = (slot + 1, place, 0)
+    waiting = jnp.where(at_new, _at(table.children, address), g.waiting)
     return _Growth(
-      tokens=put(g.tokens, token),
-      parents=put(g.parents, parent),
-      depth=put(g.depth, slot + 1),
-      scores=put(g.scores, score),
-      places=put(g.places, place),
-      rank=wait(g.rank, rank + 1, 0),
-      next_scores=wait(
-        g.next_scores,
-        g.scores[parent] + table.scores[sibling],
-        score + table.scores[child],
-      ),
-      next_tokens=wait(
-        g.next_tokens, table.tokens[sibling], table.tokens[child]
-      ),
+      addresses=jnp.where(at_new, address, g.addresses),
+      parents=jnp.where(at_new, parent, g.parents),
+      scores=jnp.where(at_new, score, g.scores),
+      waiting=jnp.where(at_parent, address + 1, waiting),
       size=g.size + (live & ~known),
     )
 
   growth = jax.lax.fori_loop(0, nodes - 1, give, growth)
+  drafted = (index > 0) & (index < growth.size)
+  ids = jnp.where(drafted, _at(table.tokens, growth.addresses), 0)
+  below = jnp.where(drafted, 1 + growth.addresses // table.stride, 1)
   return Tree(
-    tokens=growth.tokens,
+    tokens=ids.at[0].set(jnp.asarray(anchor, jnp.int32)),
     parents=growth.parents,
-    depth=growth.depth,
+    depth=below.at[0].set(0),
     scores=growth.scores,
     mask=_ancestors(growth.parents, min(slots, nodes - 1)),
     count=growth.size,
@@ -224,16 +206,13 @@ def marginal(
   """
   slots, candidates = tokens.shape
   table = _table(tokens, scores, order, jnp.asarray(slots), valid_vocab)
-  place = jnp.zeros((), jnp.int32)
-  firsts = []
-  for slot in range(slots):
-    firsts.append(place)
-    place = table.places[slot, place, 0]
-  at = (jnp.arange(slots), jnp.stack(firsts))
-  return (
-    table.tokens[at][:, :candidates],
-    table.scores[at][:, :candidates],
-  )
+  address = jnp.zeros((), jnp.int32)
+  rows = []
+  for _ in range(slots):
+    rows.append(address + jnp.arange(candidates))
+    address = _at(table.children, address)
+  rows = jnp.stack(rows)
+  return _at(table.tokens, rows), _at(table.scores, rows)
 
 
 def nodes_of(tree: Tree) -> Nodes:
@@ -254,7 +233,7 @@ def _table(tokens, scores, order, slot_limit, valid_vocab) -> _Table:
   tokens = tokens.astype(jnp.int32)
   if scores.ndim == 2:
     scores, tokens = scores[:, None], tokens[:, None]
-    places = jnp.zeros_like(tokens)
+    places = jnp.zeros_like(tokens)  # As parents they are all the same.
   else:
     shape = (slots, candidates, candidates)
     if order is None:
@@ -269,51 +248,55 @@ def _table(tokens, scores, order, slot_limit, valid_vocab) -> _Table:
   negated, tokens, places = jax.lax.sort(
     (jnp.where(exists, -scores, jnp.inf), tokens, places), num_keys=2
   )
-  pad = ((0, 1), (0, 0), (0, 1))
+  ranks = candidates + 1
+  stride = scores.shape[1] * ranks
+  slot = jnp.arange(slots, dtype=jnp.int32)[:, None, None]
+  children = (slot + 1) * stride + places * ranks
+
+  def flat(values, fill):
+    pad = ((0, 1), (0, 0), (0, 1))
+    return jnp.pad(values, pad, constant_values=fill).reshape(-1)
+
   return _Table(
-    scores=jnp.pad(-negated, pad, constant_values=-jnp.inf),
-    tokens=jnp.pad(tokens, pad),
-    places=jnp.pad(places, pad),
+    scores=flat(-negated, -jnp.inf),
+    tokens=flat(tokens, 0),
+    children=flat(children, 0),
+    ranks=ranks,
+    stride=stride,
   )
 
 
-def _chain(anchor, table: _Table, nodes: int, slots: int, limit):
-  """The tree of first choices, whose first entry waits; and its drafts."""
+def _chain(table: _Table, nodes: int, slots: int, limit):
+  """The tree of first choices before the heap gives any; and its drafts."""
   dtype = table.scores.dtype
-  place, above = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
-  alive = jnp.ones((), bool)
-  tokens, scores, places = [], [], []
-  chained = jnp.zeros((), jnp.int32)
+  address, above = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
+  addresses, scores = [address], [above]
   # Unrolled: a chain of scalars that a compiler fuses.
   for slot in range(slots):
-    first = (slot, place, 0)
-    above = above + table.scores[first]
-    alive = alive & (above > -jnp.inf) & (slot + 1 < limit)
-    tokens.append(jnp.where(alive, table.tokens[first], 0))
-    scores.append(jnp.where(alive, above, -jnp.inf))
-    place = table.places[first]
-    places.append(place)
-    chained = chained + alive
-
-  def padded(root, values, fill, dtype=jnp.int32):
-    values = jnp.stack([jnp.asarray(v, dtype) for v in [root, *values]])
-    return jnp.pad(values, (0, nodes - 1 - slots), constant_values=fill)
-
+    above = above + _at(table.scores, address)
+    above = jnp.where(slot + 1 < limit, above, -jnp.inf)
+    addresses.append(address)
+    scores.append(above)
+    address = _at(table.children, address)
+  pad = (0, nodes - 1 - slots)
+  scores = jnp.pad(jnp.stack(scores), pad, constant_values=-jnp.inf)
+  size = (scores > -jnp.inf).sum(dtype=jnp.int32)
   index = jnp.arange(nodes, dtype=jnp.int32)
-  waits = index == 0
-  inside = index <= chained
+  # The last address holds nothing: only the anchor's first child waits.
+  nothing = table.scores.shape[0] - 1
   growth = _Growth(
-    tokens=padded(anchor, tokens, 0),
-    parents=jnp.where(inside, index - 1, 0),
-    depth=jnp.where(inside, index, 1),
-    scores=padded(0.0, scores, -jnp.inf, dtype),
-    places=padded(0, places, 0),
-    rank=jnp.zeros((nodes,), jnp.int32),
-    next_scores=jnp.where(waits, table.scores[0, 0, 0], -jnp.inf),
-    next_tokens=jnp.where(waits, table.tokens[0, 0, 0], 0),
-    size=1 + chained,
+    addresses=jnp.pad(jnp.stack(addresses), pad),
+    parents=jnp.where(index < size, index - 1, 0),
+    scores=scores,
+    waiting=jnp.where(index == 0, 0, nothing).astype(jnp.int32),
+    size=size,
   )
-  return growth, chained
+  return growth, size - 1
+
+
+def _at(values, index):
+  """Elements at indices that are in range."""
+  return values.at[index].get(mode="promise_in_bounds")
 
 
 def _first(scores: Float[Array, " N"], tokens: Int[Array, " N"]):
