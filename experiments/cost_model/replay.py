@@ -102,10 +102,13 @@ class BestFirst:
   Attributes:
     nodes: of a pass, the anchor included.
     depth: of a path at most; None for all slots.
+    single: take sums in float32, as an engine does whose lattice is float32;
+      otherwise in float64.
   """
 
   nodes: int
   depth: int | None = None
+  single: bool = False
 
   def accepted(self, recording: Recording, position: int) -> int:
     output = recording.output
@@ -134,7 +137,10 @@ class BestFirst:
       if best is None:
         return None
       place, token, score = best
-      return (-(above + score), token, parent, slot, rank, place)
+      total = above + score
+      if self.single:  # Rounding the float64 sum of two is float32's own sum.
+        total = float(np.float32(total))
+      return (-total, token, parent, slot, rank, place)
 
     parent, place, above = -1, 0, 0.0
     for slot in range(budget):
