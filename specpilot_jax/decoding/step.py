@@ -7,7 +7,6 @@ the *anchor*; the anchor is the root of the next pass.
 
 import dataclasses
 import functools
-import typing
 from typing import Any
 
 import jax
@@ -23,14 +22,7 @@ from specpilot_jax.decoding.commit import commit
 from specpilot_jax.models import state as state_lib
 
 
-@typing.dataclass_transform(frozen_default=True)
-def _pytree(cls):
-  return jax.tree_util.register_dataclass(
-    dataclasses.dataclass(frozen=True)(cls)
-  )
-
-
-@_pytree
+@state_lib.pytree
 class Request:
   """What a request fixes before its first step."""
 
@@ -38,7 +30,7 @@ class Request:
   stop_ids: Int[Array, " M"]  # padded with -1
 
 
-@_pytree
+@state_lib.pytree
 class Carry:
   """All that changes while one request decodes.
 
@@ -59,7 +51,7 @@ class Carry:
   done: Bool[Array, ""]
 
 
-@_pytree
+@state_lib.pytree
 class StepOutput:
   """What the host reads of a step: tokens[:count] were emitted."""
 
@@ -72,7 +64,7 @@ class StepOutput:
   healthy: Bool[Array, ""]  # no logit was NaN
 
 
-@_pytree
+@state_lib.pytree
 class ScoreOutput:
   """Per scored token: see `Engine.score`."""
 
@@ -81,7 +73,7 @@ class ScoreOutput:
   gap: Float[Array, " N"]
 
 
-@_pytree
+@state_lib.pytree
 class _Verified:
   """What a verify pass leaves for the commit; arrays lead with nodes."""
 

@@ -30,8 +30,6 @@ How, and why it is exact
   sum is not finite is no path.
 """
 
-import dataclasses
-import typing
 from typing import NamedTuple
 
 import jax
@@ -39,19 +37,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from jaxtyping import UInt8 as Byte
 
-from specpilot_jax.models.state import Nodes
+from specpilot_jax.models.state import Nodes, pytree
 
 _LAST_ID = jnp.iinfo(jnp.int32).max
 
 
-@typing.dataclass_transform(frozen_default=True)
-def _pytree(cls):
-  return jax.tree_util.register_dataclass(
-    dataclasses.dataclass(frozen=True)(cls)
-  )
-
-
-@_pytree
+@pytree
 class Tree:
   """Drafts to verify, parents first; node 0 is the anchor.
 

@@ -18,13 +18,14 @@ from specpilot_jax.models import layers
 
 
 @typing.dataclass_transform(frozen_default=True)
-def _pytree(cls):
+def pytree(cls):
+  """A frozen dataclass whose fields are the children of a pytree."""
   return jax.tree_util.register_dataclass(
     dataclasses.dataclass(frozen=True)(cls)
   )
 
 
-@_pytree
+@pytree
 class AttentionState:
   """Keys (after RoPE) and values of committed tokens, [kv heads, rows, dim].
 
@@ -35,7 +36,7 @@ class AttentionState:
   v: Float[Array, "Hkv T D"]
 
 
-@_pytree
+@pytree
 class GDNState:
   """Recurrent state (at least float32) and the last pre-convolution rows."""
 
@@ -46,7 +47,7 @@ class GDNState:
 LayerState = AttentionState | GDNState
 
 
-@_pytree
+@pytree
 class TargetState:
   """State of one request: `length` tokens are committed.
 
@@ -59,7 +60,7 @@ class TargetState:
   length: Int[Array, ""]
 
 
-@_pytree
+@pytree
 class AttentionStash:
   """Keys and values of the pass's nodes."""
 
@@ -67,7 +68,7 @@ class AttentionStash:
   v: Float[Array, "N Hkv D"]
 
 
-@_pytree
+@pytree
 class GDNStash:
   """Per node: normalised key, update u, path log-decay, pre-conv row.
 
@@ -83,7 +84,7 @@ class GDNStash:
   )
 
 
-@_pytree
+@pytree
 class GDNPrefillStash:
   """Prefill knows its path beforehand: the state after it, and the rows."""
 
