@@ -3,8 +3,8 @@
 Weights are the left operand of the tensor cores, so that what a thread decodes
 never leaves its registers; four rows share every lane that is loaded. Programs
 split the columns too, so that all of them run at once; what they sum up lies
-apart and is added in a fixed order. Programs of their own apply the sparse
-lists, in float32.
+apart and is added in a fixed order. The sparse lists are applied in float32,
+those of each of the four rows by another program.
 """
 
 import dataclasses
@@ -114,7 +114,8 @@ def partial_sums(
       it is the weight): the same kernel without decoding, to check it.
 
   Returns:
-    float32; the last part is that of the sparse lists, unless `view`.
+    float32; row r's list, unless `view`, is in part r // (R / 4), or in its
+    remainder by S where there are fewer parts than four.
   """
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
@@ -146,13 +147,12 @@ def partial_sums(
     assembly=implementation == "triton",
   )
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
-  parts = splits + (0 if view else 1)
   return pl.pallas_call(
     program,
-    grid=(tiles, splits + (0 if view else 4)),
+    grid=(tiles, splits),
     in_specs=[anywhere] * (2 + len(planes) + len(lists)),
     out_specs=anywhere,
-    out_shape=jax.ShapeDtypeStruct((parts, n, 4 * size), jnp.float32),
+    out_shape=jax.ShapeDtypeStruct((splits, n, 4 * size), jnp.float32),
     compiler_params=pltriton.CompilerParams(
       num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
@@ -164,32 +164,11 @@ def partial_sums(
 def _program(
   x_ref, base_ref, *refs, tile, edges, size, padded, planes, assembly
 ):
+  """Sums up four times `lanes` rows over a range of columns."""
   plane_refs, list_refs, out_ref = refs[:planes], refs[planes:-1], refs[-1]
   # The last program overlaps the one before and writes the same again.
   first = jnp.minimum(pl.program_id(0) * tile.lanes, size - tile.lanes)
-  part = pl.program_id(1)
-  stream = functools.partial(
-    _stream, x_ref, base_ref, plane_refs, out_ref, first,
-    tile=tile, edges=edges, size=size, padded=padded, assembly=assembly,
-  )  # fmt: skip
-  if not list_refs:
-    stream(part)
-    return
-
-  # First, so that nobody waits for them in the end.
-  @pl.when(part < 4)
-  def _():
-    row = part * size + first
-    _sparse(x_ref, list_refs, out_ref, row, len(edges) - 1, tile.lanes, padded)
-
-  pl.when(part >= 4)(lambda: stream(part - 4))
-
-
-def _stream(
-  x_ref, base_ref, plane_refs, out_ref, first, split,
-  *, tile, edges, size, padded, assembly,
-):  # fmt: skip
-  """Sums up four times `lanes` rows over a range of columns."""
+  split, splits = pl.program_id(1), len(edges) - 1
   lanes = pl.ds(first, tile.lanes)
   row = jnp.arange(padded)[:, None]
 
@@ -218,11 +197,19 @@ def _stream(
   totals = lax.fori_loop(
     _select(edges[:-1], split), _select(edges[1:], split), step, [zeros] * 4
   )
+  listed = []
+  for q in range(-(-4 // splits) if list_refs else 0):
+    q = split + q * splits
+    rows = q * size + first + jnp.arange(tile.lanes)
+    listed.append((q, _listed(x_ref, list_refs, rows, q < 4, padded)))
   for q, total in enumerate(totals):
     rows = pl.ds(q * size + first, tile.lanes)
     exponent = base_ref[rows].astype(jnp.int32) + w12_array.SCALE_OFFSET
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    _store(out_ref, split, q * size + first, (total * scale[:, None]).T)
+    total = (total * scale[:, None]).T
+    for other, extra in listed:
+      total = total + jnp.where(other == q, extra, 0.0)
+    _store(out_ref, split, q * size + first, total)
 
 
 def _store(out_ref, part, first, total):
@@ -252,11 +239,12 @@ def _select(values: tuple[int, ...], index):
   return out
 
 
-def _sparse(x_ref, list_refs, out_ref, row, part, lanes, padded):
-  """Sums up what `lanes` rows have in their lists."""
+def _listed(x_ref, list_refs, rows, wanted, padded):
+  """What the lists of `rows` of W add: [padded, rows]; nothing if unwanted."""
   start_ref, column_ref, value_ref = list_refs
-  rows = row + jnp.arange(lanes)
-  start, end = start_ref[rows], start_ref[rows + 1]
+  wanted = jnp.broadcast_to(wanted, rows.shape)
+  start = pltriton.load(start_ref.at[rows], mask=wanted, other=0)
+  end = pltriton.load(start_ref.at[rows + 1], mask=wanted, other=0)
   each = jnp.arange(padded)[:, None, None]
 
   def entries(i, total):
@@ -270,14 +258,12 @@ def _sparse(x_ref, list_refs, out_ref, row, part, lanes, padded):
     # What is no entry adds nothing, even to an infinity.
     return total + jnp.where(live, product, 0.0).sum(axis=2)
 
-  longest = jnp.max(end - start)
-  total = lax.fori_loop(
+  return lax.fori_loop(
     0,
-    pl.cdiv(longest, ENTRIES),
+    pl.cdiv(jnp.max(end - start), ENTRIES),
     entries,
-    jnp.zeros((padded, lanes), jnp.float32),
+    jnp.zeros((padded, rows.size), jnp.float32),
   )
-  _store(out_ref, part, row, total)
 
 
 def _unpack(q, *parts):

@@ -116,12 +116,19 @@ class ProductTest(parameterized.TestCase):
     self.assertGreater(counts.max(), 2 * w12_matmul.ENTRIES)
     self.assertEqual(counts.min(), 0)
     x = rows(8, 64)
-    last = np.asarray(interpreted(x, w)[-1], np.float64)
+    zeros = jnp.zeros_like(w.low)
+    alone = dataclasses.replace(w, view01=zeros, view23=zeros, low=zeros)
     listed = np.where(
       np.asarray(w12_array.codes(w))[:64] & 0x7FF, 0, matrix.astype(np.float64)
     )
     expected = np.asarray(x, np.float64) @ listed.T
-    np.testing.assert_allclose(last[:, :64], expected, rtol=1e-6, atol=1e-9)
+    for shares in ((1,), (1, 1), (1, 2, 1), (1,) * 4):
+      # More programs than there are quarters, fewer, and as many.
+      tile = w12_matmul.Tile(lanes=16, block=16, shares=shares)
+      parts = interpreted(x, alone, tile=tile)
+      self.assertLen(parts, len(shares))
+      found = np.asarray(w12_matmul.sum_parts(parts), np.float64)
+      np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
   @parameterized.parameters(
     (4, (1,), (0, 4)), (5, (2, 1), (0, 3, 5)), (3, (1,) * 7, (0, 1, 2, 3))
