@@ -159,8 +159,9 @@ def weights(key, shape: Shape):
 
 def _each(product: Callable[[Any, Any], Any]) -> Any:
   """A jitted function of as many rows and matrices."""
+  once = jax.jit(product)  # Traced and lowered for one of them.
   return jax.jit(
-    lambda xs, ws: [product(x, w) for x, w in zip(xs, ws, strict=True)]
+    lambda xs, ws: [once(x, w) for x, w in zip(xs, ws, strict=True)]
   )
 
 
