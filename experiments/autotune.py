@@ -75,7 +75,7 @@ def main() -> None:
       say(f"no time for {shape[0]} x {shape[1]} and what follows")
       break
     found += tile_timing.measure_shape(
-      shape, count, row_counts, device.core_count, view=_VIEW.value
+      shape, count, row_counts, view=_VIEW.value
     )
   say(tile_timing.summary(found))
   if _OUTPUT.value is not None:

@@ -9,7 +9,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from jax import lax
 
 from experiments.console import say, table
 from experiments.cost_model import kernels, measure
-from pallas_kernels import w12_matmul
+from pallas_kernels import w12_array, w12_matmul
 from pallas_kernels.w12_matmul import Tile
 from specpilot_jax import configs
 from specpilot_jax.checkpoints import w12_device
@@ -43,8 +42,8 @@ REPEATS = 4
 ZEROS = 1e-3
 """Share of weights that are exact zeros."""
 
-PARTS = 4
-"""Numbers of parts that are tried with each tile."""
+PROGRAMS = (264, 396, 528, 792, 1320)
+"""That share a matrix, about: two to ten for each multiprocessor of an H200."""
 
 PAUSE_S = 0.012
 """Between two cases, so that their kernels are told apart in a profile."""
@@ -98,54 +97,32 @@ def shapes_of(preset: str) -> Counter[Shape]:
 
 FORMS = (
   Tile(lanes=32, num_warps=2),
+  Tile(lanes=32, num_warps=2, num_stages=2),
   Tile(lanes=32, num_warps=2, num_stages=4),
-  Tile(lanes=32, num_warps=2, block=128),
-  Tile(lanes=16, num_warps=1, block=128),
+  Tile(lanes=16, num_warps=1),
   Tile(lanes=64, num_warps=4),
-  Tile(lanes=64, num_warps=4, block=128),
 )
-"""Tiles but for the number of parts."""
+"""Tiles but for the number of programs."""
 
 MANY_ROWS = (
-  Tile(lanes=32, num_warps=4),
-  Tile(lanes=32, num_warps=2, block=32),
+  Tile(lanes=32, num_warps=2),
   Tile(lanes=64, num_warps=4),
+  Tile(lanes=64, num_warps=4, num_stages=2),
   Tile(lanes=64, num_warps=8),
 )
 """The same above 32 rows, where sums fill the registers."""
 
 
-def parts_for(programs: int, steps: int, multiprocessors: int) -> list[int]:
-  """Numbers of parts that leave the fewest multiprocessors idle in the end.
-
-  Args:
-    programs: of one part.
-    steps: of a program without parts; no part is empty.
-    multiprocessors: of the card; one to eight programs each are tried.
-  """
-
-  def busy(parts: int) -> float:
-    each = programs * parts / multiprocessors
-    return each / math.ceil(each)
-
-  possible = [
-    parts
-    for parts in range(1, min(steps, 32) + 1)
-    if multiprocessors * 0.9 <= programs * parts <= multiprocessors * 8
-  ]
-  return sorted(sorted(possible, key=busy, reverse=True)[:PARTS]) or [1]
-
-
-def tiles(shape: Shape, n: int, multiprocessors: int) -> list[Tile]:
-  """Tiles worth trying for a matrix and n rows of x."""
-  quarter = -(-shape[0] // 4)
-  return [
-    dataclasses.replace(form, shares=(1,) * parts)
-    for form in (FORMS if n <= 32 else MANY_ROWS)
-    for parts in parts_for(
-      -(-quarter // form.lanes), shape[1] // form.block, multiprocessors
-    )
-  ]
+def tiles(shape: Shape, n: int) -> list[Tile]:
+  """Tiles worth trying for a matrix and n rows of x, each product once."""
+  lanes = -(-shape[0] // 4)
+  steps = shape[1] // w12_array.tile_shape(lanes, shape[1])[1]
+  found = {}
+  for form in FORMS if n <= 32 else MANY_ROWS:
+    for programs in PROGRAMS:
+      tile = dataclasses.replace(form, programs=programs)
+      found.setdefault((form, tile.parts(lanes, steps)), tile)
+  return list(found.values())
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -202,9 +179,9 @@ def w12_case(
     return total[:, : w.shape[0]].astype(x.dtype)
 
   stages = f"{tile.num_stages} stages"
-  label = f"{tile.lanes}x{tile.block} {tile.num_warps} warps {stages}"
+  label = f"{tile.lanes} lanes {tile.num_warps} warps {stages}"
   return Case(
-    f"{'view' if view else 'w12'} {label} {len(tile.shares)} parts",
+    f"{'view' if view else 'w12'} {label} {tile.programs} programs",
     _each(product),
     (xs, packed),
     tile,
@@ -324,7 +301,6 @@ def measure_shape(
   shape: Shape,
   count: int,
   row_counts: Sequence[int],
-  multiprocessors: int,
   *,
   view: bool,
 ) -> list[dict[str, Any]]:
@@ -333,7 +309,6 @@ def measure_shape(
   Args:
     count: products of this shape in a pass.
     row_counts: rows of x.
-    multiprocessors: of the card.
     view: the 8-bit view too.
 
   Returns:
@@ -346,7 +321,7 @@ def measure_shape(
   for n in row_counts:
     xs = [jax.random.normal(key, (n, shape[1]), jnp.bfloat16) for key in keys]
     cases = xla_cases(n, xs, matrices)
-    for tile in tiles(shape, n, multiprocessors):
+    for tile in tiles(shape, n):
       cases.append(w12_case(tile, xs, packed))
       if view:
         cases.append(w12_case(tile, xs, packed, view=True))

@@ -7,16 +7,22 @@ and the upper three bits of the mantissa are a byte: the *view*, a coarser
 matrix inside the exact one. The other four bits are apart.
 
 A kernel decodes the four rows p, P + p, 2 P + p and 3 P + p at once (P is a
-quarter of the rows), from lanes of 16 bits that hold their parts. Nothing else
-touches the planes.
+quarter of the rows), from lanes of 16 bits that hold their parts. In storage
+the lanes lie row by row, [P, I]. In a model they lie tile by tile, so that what
+a program reads at a time is one piece of memory. Nothing else touches the
+planes.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Int, Int32, UInt8, UInt16
+
+TILE = 64
+"""Rows and columns of a tile of lanes, unless the matrix is smaller."""
 
 WINDOW = 15
 """Exponents of a row that have a code."""
@@ -42,7 +48,8 @@ class W12Array:
   """A matrix [O, I] in W12; rows are padded to a multiple of four.
 
   Attributes:
-    view01: view bytes of rows p (low half of a lane) and P + p (high half).
+    view01: view bytes of rows p (low half of a lane) and P + p (high half);
+      row by row [P, I], or tile by tile [T, K, h, w] with h T >= P, w K = I.
     view23: those of rows 2 P + p and 3 P + p.
     low: lower mantissa bits: of row p in bits 0 to 3, of P + p in bits 4 to 7,
       and so on.
@@ -54,9 +61,9 @@ class W12Array:
     shape: O and I.
   """
 
-  view01: UInt16[Array, "P I"]
-  view23: UInt16[Array, "P I"]
-  low: UInt16[Array, "P I"]
+  view01: UInt16[Array, "P I"] | UInt16[Array, "T K h w"]
+  view23: UInt16[Array, "P I"] | UInt16[Array, "T K h w"]
+  low: UInt16[Array, "P I"] | UInt16[Array, "T K h w"]
   base: UInt8[Array, " R"]
   row_start: Int32[Array, " R1"]
   columns: Int32[Array, " n"]
@@ -77,6 +84,58 @@ class W12Array:
     """Bytes of all parts."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
+  @property
+  def lanes(self) -> int:
+    """P, a quarter of the padded rows."""
+    return self.base.size // 4
+
+  @property
+  def tiled(self) -> bool:
+    """Whether the planes lie tile by tile."""
+    return self.low.ndim == 4
+
+
+def tile_shape(lanes: int, columns: int) -> tuple[int, int]:
+  """h and w of the tiles of planes [P, I]."""
+  return min(TILE, 1 << (lanes - 1).bit_length()), math.gcd(TILE, columns)
+
+
+def tile_plane(plane):
+  """A plane [P, I] tile by tile, zeros below; numpy's or JAX's."""
+  lanes, columns = plane.shape
+  height, width = tile_shape(lanes, columns)
+  tiles = -(-lanes // height)
+  if tiles * height != lanes:
+    below = tiles * height - lanes
+    plane = jnp.pad(jnp.asarray(plane), ((0, below), (0, 0)))
+  plane = plane.reshape(tiles, height, columns // width, width)
+  return plane.transpose(0, 2, 1, 3)
+
+
+def untile_plane(plane, lanes: int):
+  """A plane row by row [P, I], whichever way it lies."""
+  if plane.ndim == 2:
+    return plane
+  tiles, across, height, width = plane.shape
+  plane = plane.transpose(0, 2, 1, 3).reshape(tiles * height, across * width)
+  return plane[:lanes]
+
+
+def tile(w: W12Array) -> W12Array:
+  """The same matrix with planes tile by tile, as the kernel takes it."""
+  return w if w.tiled else _with_planes(w, tile_plane)
+
+
+def untile(w: W12Array) -> W12Array:
+  """The same matrix with planes row by row, as it is stored."""
+  return _with_planes(w, lambda plane: untile_plane(plane, w.lanes))
+
+
+def _with_planes(w: W12Array, change) -> W12Array:
+  return dataclasses.replace(
+    w, view01=change(w.view01), view23=change(w.view23), low=change(w.low)
+  )
+
 
 def bits(code: Int[Array, "..."], base: Int[Array, "..."]) -> Array:
   """The bfloat16 patterns of 12-bit codes, uint16.
@@ -96,6 +155,7 @@ def codes(w: W12Array, *, view: bool = False) -> Int32[Array, "R I"]:
   Args:
     view: the view's, with the midpoint as lower mantissa bits.
   """
+  w = untile(w)
   high = [x.astype(jnp.int32) for x in (w.view01, w.view23)]
   byte = jnp.concatenate([y for x in high for y in (x & 255, x >> 8)])
   if view:
@@ -130,12 +190,20 @@ def decode_view(w: W12Array) -> BFloat16[Array, "O I"]:
 def take(w: W12Array, rows: Int[Array, " N"]) -> BFloat16[Array, "N I"]:
   """Some rows of the matrix, bit for bit; ids are clipped to the range."""
   rows = jnp.clip(rows.astype(jnp.int32), 0, w.shape[0] - 1)
-  size = w.low.shape[0]
-  quarter, lane = rows // size, rows % size
-  pair = jnp.where((quarter < 2)[:, None], w.view01[lane], w.view23[lane])
-  shift = (8 * (quarter % 2))[:, None]
-  byte = (pair.astype(jnp.int32) >> shift) & 255
-  low = (w.low[lane].astype(jnp.int32) >> (4 * quarter)[:, None]) & 15
+  quarter, lane = rows // w.lanes, rows % w.lanes
+
+  def lanes_of(plane):
+    if not w.tiled:
+      return plane[lane].astype(jnp.int32)
+    height = plane.shape[2]
+    found = plane[lane // height, :, lane % height]
+    return found.reshape(rows.size, w.shape[1]).astype(jnp.int32)
+
+  pair = jnp.where(
+    (quarter < 2)[:, None], lanes_of(w.view01), lanes_of(w.view23)
+  )
+  byte = (pair >> (8 * (quarter % 2))[:, None]) & 255
+  low = (lanes_of(w.low) >> (4 * quarter)[:, None]) & 15
   dense = bits((byte << 4) | low, w.base[rows][:, None].astype(jnp.int32))
   start, end = w.row_start[rows], w.row_start[rows + 1]
   # Patterns, not numbers, are gathered: a NaN keeps its payload.

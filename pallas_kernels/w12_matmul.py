@@ -3,14 +3,14 @@
 Weights are the left operand of the tensor cores, so that what a thread decodes
 never leaves its registers; four rows share every lane that is loaded. Programs
 split the columns too, so that all of them run at once; what they sum up lies
-apart and is added in a fixed order. The sparse lists are applied in float32,
-those of each of the four rows by another program.
+apart and is added in a fixed order. The first programs, one for each
+multiprocessor, have the sparse lists instead: entries times their columns of
+x, and a matrix that says whose row each is, are a small product of its own.
 """
 
 import dataclasses
 import functools
-import itertools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +31,36 @@ class Tile:
   """How a product is cut up.
 
   Attributes:
-    lanes: of a program; each holds four rows of W.
-    block: columns of a step.
+    lanes: of a program, part of a tile of the planes; each holds four rows.
     num_warps, num_stages: of Triton.
-    shares: of the columns that each program of a row tile gets, in this order;
-      the longest first, so that the short ones fill what is left over.
+    programs: that share all lanes and columns, about.
   """
 
-  lanes: int = 64
-  block: int = 64
-  num_warps: int = 4
+  lanes: int = 32
+  num_warps: int = 2
   num_stages: int = 3
-  shares: tuple[int, ...] = (1, 1, 1, 1)
+  programs: int = 528
+
+  def parts(self, lanes: int, steps: int) -> int:
+    """Programs that share the columns of some lanes.
+
+    Args:
+      lanes: of the matrix.
+      steps: tiles across it; every part has one at least.
+    """
+    across = round(self.programs / pl.cdiv(lanes, self.lanes))
+    return max(1, min(across, steps))
 
 
-TILES = {8: Tile(), 16: Tile(), 32: Tile(), 64: Tile(), 128: Tile(lanes=32)}
+TILES = {n: Tile() for n in (8, 16, 32)} | {
+  n: Tile(lanes=64, num_warps=4) for n in (64, 128)
+}
 """By rows of x."""
 
-ENTRIES = 4
-"""Of a row's list that a program applies at a time."""
+LIST_PROGRAMS = 132
+"""Programs that have the lists at most."""
+LIST_ROWS, LIST_ENTRIES = 64, 32
+"""Rows and entries that such a program takes at a time."""
 
 
 def matmul(
@@ -108,51 +119,51 @@ def partial_sums(
   """What the programs sum up; the rows of W are padded.
 
   Args:
+    w: with planes in tiles.
     view: the 8-bit view; the sparse lists have no part in it.
     tile: instead of the one in the table.
-    expanded: [R, I] bfloat16, what decoding is to yield (2^(base - 113) times
-      it is the weight): the same kernel without decoding, to check it.
+    expanded: [4, T, K, h, w] bfloat16, what decoding is to yield in each
+      quarter (2^(base - 113) times it is the weight): the same kernel without
+      decoding, to check it.
 
   Returns:
-    float32; row r's list, unless `view`, is in part r // (R / 4), or in its
-    remainder by S where there are fewer parts than four.
+    float32; the last part is that of the sparse lists, unless `view`.
   """
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
-  n, padded = x.shape[0], rows_of(x.shape[0])
-  size, columns = w.low.shape
-  tile = tile or TILES[padded]
-  tile = dataclasses.replace(
-    tile,
-    lanes=min(tile.lanes, 1 << (size.bit_length() - 1)),
-    block=math.gcd(columns, tile.block),
-  )
-  if tile.block < 16 or tile.lanes < 16:
+  if not w.tiled:
+    raise ValueError("w12_matmul's kernel takes planes in tiles")
+  n, size = x.shape[0], w.lanes
+  _, steps, height, width = w.low.shape
+  tile = tile or TILES[rows_of(n)]
+  tile = dataclasses.replace(tile, lanes=min(tile.lanes, height))
+  if width < 16 or tile.lanes < 16:
     raise ValueError(f"w12_matmul's kernel does not take W of {w.shape}")
-  steps = columns // tile.block
-  tiles = pl.cdiv(size, tile.lanes)
-  edges = _edges(steps, tile.shares)
-  splits = len(edges) - 1
   planes = (w.view01, w.view23) if view else (w.view01, w.view23, w.low)
   if expanded is not None:
     planes = (expanded,)
   lists = () if view else (w.row_start, w.columns, w.values)
+  parts = tile.parts(size, steps)
+  blocks = pl.cdiv(4 * size, LIST_ROWS)
+  listers = min(blocks, LIST_PROGRAMS) if lists else 0
   program = functools.partial(
     _program,
     tile=tile,
-    edges=edges,
-    size=size,
-    padded=padded,
+    parts=parts,
+    listers=listers,
+    padded=rows_of(n),
     planes=len(planes),
     assembly=implementation == "triton",
   )
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   return pl.pallas_call(
     program,
-    grid=(tiles, splits),
+    grid=(listers + parts * pl.cdiv(size, tile.lanes),),
     in_specs=[anywhere] * (2 + len(planes) + len(lists)),
     out_specs=anywhere,
-    out_shape=jax.ShapeDtypeStruct((splits, n, 4 * size), jnp.float32),
+    out_shape=jax.ShapeDtypeStruct(
+      (parts + (1 if lists else 0), n, 4 * size), jnp.float32
+    ),
     compiler_params=pltriton.CompilerParams(
       num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
@@ -162,32 +173,61 @@ def partial_sums(
 
 
 def _program(
-  x_ref, base_ref, *refs, tile, edges, size, padded, planes, assembly
+  x_ref, base_ref, *refs, tile, parts, listers, padded, planes, assembly
 ):
-  """Sums up four times `lanes` rows over a range of columns."""
   plane_refs, list_refs, out_ref = refs[:planes], refs[planes:-1], refs[-1]
-  # The last program overlaps the one before and writes the same again.
-  first = jnp.minimum(pl.program_id(0) * tile.lanes, size - tile.lanes)
-  split, splits = pl.program_id(1), len(edges) - 1
-  lanes = pl.ds(first, tile.lanes)
+  index = pl.program_id(0)
+  stream = functools.partial(
+    _stream, x_ref, base_ref, plane_refs, out_ref,
+    tile=tile, parts=parts, padded=padded, assembly=assembly,
+  )  # fmt: skip
+  if not listers:
+    stream(index)
+    return
+
+  @pl.when(index < listers)
+  def _():
+    blocks = pl.cdiv(base_ref.shape[0], LIST_ROWS)
+
+    def block(i, _):
+      first = (index + i * listers) * LIST_ROWS
+      _apply_lists(x_ref, list_refs, out_ref, first, parts, padded)
+
+    lax.fori_loop(0, pl.cdiv(blocks - index, listers), block, None)
+
+  pl.when(index >= listers)(lambda: stream(index - listers))
+
+
+def _stream(
+  x_ref, base_ref, plane_refs, out_ref, index,
+  *, tile, parts, padded, assembly,
+):  # fmt: skip
+  """Sums up four times `lanes` rows over a range of columns."""
+  size = base_ref.shape[0] // 4
+  _, steps, height, width = plane_refs[0].shape[-4:]
+  groups = pl.cdiv(size, tile.lanes)
+  # Neighbours have other lanes of the same columns.
+  group, part = index % groups, index // groups
+  each = height // tile.lanes
+  across = pl.ds(group % each * tile.lanes, tile.lanes)
+  first = group * tile.lanes
+  lane = first + jnp.arange(tile.lanes)
   row = jnp.arange(padded)[:, None]
 
   def step(k, totals):
-    at = pl.ds(k * tile.block, tile.block)
     if padded == x_ref.shape[0]:
-      x = x_ref[:, at]
+      x = x_ref[:, pl.ds(k * width, width)]
     else:
-      column = k * tile.block + jnp.arange(tile.block)[None, :]
-      live = jnp.broadcast_to(row < x_ref.shape[0], (padded, tile.block))
+      column = k * width + jnp.arange(width)[None, :]
+      live = jnp.broadcast_to(row < x_ref.shape[0], (padded, width))
       x = pltriton.load(x_ref.at[row, column], mask=live, other=0)
+    at = (group // each, k, across)
     if len(plane_refs) == 1:
-      weights = [
-        plane_refs[0][pl.ds(q * size + first, tile.lanes), at] for q in range(4)
-      ]
+      weights: list[Any] = [plane_refs[0][q, *at] for q in range(4)]
     else:
-      parts = [ref[lanes, at] for ref in plane_refs]
+      loaded = [ref[at] for ref in plane_refs]
       unpack = _unpack_assembly if assembly else _unpack
-      weights = [unpack(q, *parts) for q in range(4)]
+      weights = [unpack(q, *loaded) for q in range(4)]
     return [
       total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
       for total, weight in zip(totals, weights, strict=True)
@@ -195,74 +235,73 @@ def _program(
 
   zeros = jnp.zeros((tile.lanes, padded), jnp.float32)
   totals = lax.fori_loop(
-    _select(edges[:-1], split), _select(edges[1:], split), step, [zeros] * 4
+    part * steps // parts, (part + 1) * steps // parts, step, [zeros] * 4
   )
-  listed = []
-  for q in range(-(-4 // splits) if list_refs else 0):
-    q = split + q * splits
-    rows = q * size + first + jnp.arange(tile.lanes)
-    listed.append((q, _listed(x_ref, list_refs, rows, q < 4, padded)))
+  whole = size % tile.lanes == 0
   for q, total in enumerate(totals):
-    rows = pl.ds(q * size + first, tile.lanes)
-    exponent = base_ref[rows].astype(jnp.int32) + w12_array.SCALE_OFFSET
+    if whole:
+      base = base_ref[pl.ds(q * size + first, tile.lanes)]
+    else:
+      base = pltriton.load(
+        base_ref.at[q * size + lane], mask=lane < size, other=1
+      )
+    exponent = base.astype(jnp.int32) + w12_array.SCALE_OFFSET
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    total = (total * scale[:, None]).T
-    for other, extra in listed:
-      total = total + jnp.where(other == q, extra, 0.0)
-    _store(out_ref, split, q * size + first, total)
+    live = None if whole else lane < size
+    _store(out_ref, part, q * size + first, (total * scale[:, None]).T, live)
 
 
-def _store(out_ref, part, first, total):
-  """Writes [padded rows of x, some of W] to a part, from row `first` of W."""
-  padded, lanes = total.shape
+def _store(out_ref, part, first, total, live):
+  """Writes [padded rows of x, some of W] to a part, from row `first` of W.
+
+  Args:
+    live: which rows of W there are; None for all.
+  """
+  padded, count = total.shape
   n = out_ref.shape[1]
-  if n == padded:
-    out_ref[part, :, pl.ds(first, lanes)] = total
+  if n == padded and live is None:
+    out_ref[part, :, pl.ds(first, count)] = total
     return
   row = jnp.arange(padded)[:, None]
-  live = jnp.broadcast_to(row < n, total.shape)
-  place = out_ref.at[part, row, first + jnp.arange(lanes)[None, :]]
-  pltriton.store(place, total, mask=live)
+  mask = jnp.broadcast_to(row < n, total.shape)
+  if live is not None:
+    mask &= live[None, :]
+  place = out_ref.at[part, row, first + jnp.arange(count)[None, :]]
+  pltriton.store(place, total, mask=mask)
 
 
-def _edges(steps: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-  """Where each share of the steps begins, and the end; none is empty."""
-  ends = [steps * s // sum(shares) for s in itertools.accumulate(shares)]
-  return (0, *sorted({e for e in ends if e}))
-
-
-def _select(values: tuple[int, ...], index):
-  """values[index] of rising values, inside a kernel."""
-  out = jnp.int32(values[0])
-  for i in range(1, len(values)):
-    out = jnp.where(index >= i, jnp.int32(values[i]), out)
-  return out
-
-
-def _listed(x_ref, list_refs, rows, wanted, padded):
-  """What the lists of `rows` of W add: [padded, rows]; nothing if unwanted."""
+def _apply_lists(x_ref, list_refs, out_ref, first, part, padded):
+  """Writes what the lists of some rows of W add."""
   start_ref, column_ref, value_ref = list_refs
-  wanted = jnp.broadcast_to(wanted, rows.shape)
-  start = pltriton.load(start_ref.at[rows], mask=wanted, other=0)
-  end = pltriton.load(start_ref.at[rows + 1], mask=wanted, other=0)
-  each = jnp.arange(padded)[:, None, None]
+  n, count = x_ref.shape[0], start_ref.shape[0] - 1
+  row = first + jnp.arange(LIST_ROWS)
+  live = row < count
+  end = pltriton.load(start_ref.at[row + 1], mask=live, other=0)
+  last = jnp.max(end)
+  end = jnp.where(live, end, last)
+  begin = start_ref[first]
+  each = jnp.arange(padded)[None, :]
 
   def entries(i, total):
-    at = start[:, None] + (i * ENTRIES + jnp.arange(ENTRIES))[None, :]
-    live = at < end[:, None]
-    column = pltriton.load(column_ref.at[at], mask=live, other=0)
-    value = pltriton.load(value_ref.at[at], mask=live, other=0)
-    live = live[None] & (each < x_ref.shape[0])
-    x = pltriton.load(x_ref.at[each, column[None]], mask=live, other=0)
-    product = x.astype(jnp.float32) * value.astype(jnp.float32)[None]
-    # What is no entry adds nothing, even to an infinity.
-    return total + jnp.where(live, product, 0.0).sum(axis=2)
+    at = begin + i * LIST_ENTRIES + jnp.arange(LIST_ENTRIES)
+    here = at < last
+    column = pltriton.load(column_ref.at[at], mask=here, other=0)
+    value = pltriton.load(value_ref.at[at], mask=here, other=0)
+    wanted = jnp.broadcast_to(
+      here[:, None] & (each < n), (LIST_ENTRIES, padded)
+    )
+    x = pltriton.load(x_ref.at[each, column[:, None]], mask=wanted, other=0)
+    # As many rows end before an entry as stand above its own.
+    own = (end[:, None] <= at[None, :]).astype(jnp.int32).sum(axis=0)
+    own = (own[None, :] == jnp.arange(LIST_ROWS)[:, None]) & here[None, :]
+    value = jnp.broadcast_to(value[None, :], own.shape)
+    value = jnp.where(own, value, jnp.zeros((), value.dtype))
+    return total + jnp.dot(value, x, preferred_element_type=jnp.float32)
 
-  return lax.fori_loop(
-    0,
-    pl.cdiv(jnp.max(end - start), ENTRIES),
-    entries,
-    jnp.zeros((padded, rows.size), jnp.float32),
+  zeros = jnp.zeros((LIST_ROWS, padded), jnp.float32)
+  total = lax.fori_loop(0, pl.cdiv(last - begin, LIST_ENTRIES), entries, zeros)
+  _store(
+    out_ref, part, first, total.T, None if count % LIST_ROWS == 0 else live
   )
 
 

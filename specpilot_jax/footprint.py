@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import w12_array
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import state as state_lib
@@ -108,7 +109,9 @@ def w12_bytes(target: ModelConfig, drafter: DrafterConfig | None) -> int:
       continue
     quarter = -(-leaf.shape[0] // 4)
     lists = 6 * int(OUTSIDE * leaf.size) + 4 * (4 * quarter + 1)
-    total += 6 * quarter * leaf.shape[1] + 4 * quarter + lists
+    height = w12_array.tile_shape(quarter, leaf.shape[1])[0]
+    padded = -(-quarter // height) * height
+    total += 6 * padded * leaf.shape[1] + 4 * quarter + lists
   return total
 
 

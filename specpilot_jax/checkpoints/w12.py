@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels import w12_array
 from pallas_kernels.w12_array import MAX_BASE, MIN_BASE, WINDOW, W12Array
 from specpilot_jax.errors import SpecPilotError
 
@@ -134,6 +135,7 @@ def decode(w: W12Array, first: int = 0, last: int | None = None) -> np.ndarray:
   Returns:
     bfloat16 [last - first, I].
   """
+  w = w12_array.untile(w)
   rows, width = w.shape
   last = rows if last is None else last
   view01, view23, low = map(np.asarray, (w.view01, w.view23, w.low))

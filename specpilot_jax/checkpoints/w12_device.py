@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Int32, UInt8, UInt16
 
+from pallas_kernels import w12_array
 from pallas_kernels.w12_array import MIN_BASE, WINDOW, W12Array
 from specpilot_jax.checkpoints import w12
 from specpilot_jax.errors import SpecPilotError
@@ -19,7 +20,7 @@ are compiled for."""
 
 
 def encode_on_device(weight: jax.Array) -> W12Array:
-  """A matrix in W12, bit for bit as `w12.encode` makes it.
+  """A matrix in W12 with planes in tiles, bit for bit as `w12.encode` has it.
 
   Beside the matrix and the result, memory is needed for two or three bytes for
   each weight of a block (18 MB for rows of 5,120 on a GPU, more on a CPU), and
@@ -157,7 +158,7 @@ def _best_windows(
 @jax.jit
 def _planes(
   weight: BFloat16[Array, "O I"], base: UInt8[Array, " R"]
-) -> tuple[UInt16[Array, "P I"], UInt16[Array, "P I"], UInt16[Array, "P I"]]:
+) -> tuple[UInt16[Array, "T K h w"], ...]:
   rows = weight.shape[0]
   lanes = base.size // 4
 
@@ -178,7 +179,7 @@ def _planes(
   view01 = (a >> 4) | ((b << 4) & 0xFF00)
   view23 = (c >> 4) | ((d << 4) & 0xFF00)
   low = (a & 15) | ((b & 15) << 4) | ((c & 15) << 8) | (d << 12)
-  return view01, view23, low
+  return tuple(map(w12_array.tile_plane, (view01, view23, low)))
 
 
 @functools.partial(jax.jit, static_argnames="room")

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from pallas_kernels import w12_array
 from pallas_kernels.w12_array import MAX_BASE, MIN_BASE, WINDOW, W12Array
 from specpilot_jax.errors import SpecPilotError
 
@@ -37,7 +38,8 @@ def to_arrays(w: W12Array) -> dict[str, np.ndarray]:
     The parts of a `W12Array` by their names, and int32 `shape` [2] and
     `version` [1].
   """
-  arrays = {name: np.asarray(getattr(w, name)) for name in _DTYPES}
+  rows = w12_array.untile(w)
+  arrays = {name: np.asarray(getattr(rows, name)) for name in _DTYPES}
   arrays["shape"] = np.array(w.shape, np.int32)
   arrays["version"] = np.array([VERSION], np.int32)
   return arrays

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from pallas_kernels import w12_array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import w12 as codec
 from specpilot_jax.checkpoints import w12_device
@@ -24,7 +25,7 @@ from specpilot_jax.models.target import Target
 
 
 def encode(name: str, weight: Array) -> W12Array:
-  """A parameter in W12, on its device.
+  """A parameter in W12, on its device, with planes tile by tile.
 
   Args:
     name: for errors.
@@ -38,7 +39,7 @@ def encode(name: str, weight: Array) -> W12Array:
     host = np.asarray(weight)
     rounded = host.astype(ml_dtypes.bfloat16)
     _refuse_changed(name, weight, (rounded.astype(host.dtype) != host).sum())
-    return jax.tree.map(jnp.asarray, codec.encode(rounded))
+    return w12_array.tile(jax.tree.map(jnp.asarray, codec.encode(rounded)))
   packed = weight.astype(jnp.bfloat16)
   _refuse_changed(name, weight, (packed.astype(weight.dtype) != weight).sum())
   return w12_device.encode_on_device(packed)
@@ -58,7 +59,9 @@ def hold(name: str, leaf: assembly.Leaf) -> assembly.Leaf:
   Raises:
     SpecPilotError: as `encode`.
   """
-  if isinstance(leaf, W12Array) or not layers.is_matrix(name, leaf.shape):
+  if isinstance(leaf, W12Array):
+    return w12_array.tile(leaf)
+  if not layers.is_matrix(name, leaf.shape):
     return leaf
   return encode(name, leaf)
 

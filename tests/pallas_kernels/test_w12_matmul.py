@@ -17,14 +17,14 @@ from specpilot_jax.checkpoints import w12
 from tests.checkpoints import w12_matrices
 from tests.pallas_kernels import lowering
 
-TILE = w12_matmul.Tile(lanes=16, block=32, shares=(2, 1))
+TILE = w12_matmul.Tile(lanes=16, programs=8)
 interpreted = functools.partial(
   w12_matmul.partial_sums, implementation="interpret", tile=TILE
 )
 
 
 def packed(matrix: np.ndarray) -> W12Array:
-  return jax.tree.map(jnp.asarray, w12.encode(matrix))
+  return w12_array.tile(jax.tree.map(jnp.asarray, w12.encode(matrix)))
 
 
 def rows(n: int, width: int) -> jax.Array:
@@ -89,7 +89,13 @@ class ProductTest(parameterized.TestCase):
     size = np.where(
       field > 0, (1 + (code & 127) / 128) * np.exp2(field - 15.0), 0
     )
-    expanded = jnp.asarray(np.where(code >> 11, -size, size), "bfloat16")
+    expanded = np.where(code >> 11, -size, size).reshape(4, w.lanes, 128)
+    expanded = jnp.stack(
+      [
+        w12_array.tile_plane(jnp.asarray(quarter, "bfloat16"))
+        for quarter in expanded
+      ]
+    )
     x = rows(n, 128)
     np.testing.assert_array_equal(
       interpreted(x, w), interpreted(x, w, expanded=expanded)
@@ -99,7 +105,7 @@ class ProductTest(parameterized.TestCase):
     matrix, x = hard(64, 128), rows(16, 128)
     w = packed(matrix)
     parts = interpreted(x, w, view=True)
-    self.assertLen(parts, len(TILE.shares))
+    self.assertLen(parts, TILE.parts(w.lanes, 2))
     found = np.asarray(w12_matmul.sum_parts(parts), np.float64)
     view = np.asarray(w12_array.decode_view(w), np.float64)
     expected = np.asarray(x, np.float64) @ view.T
@@ -108,33 +114,42 @@ class ProductTest(parameterized.TestCase):
 
   def test_lists_of_any_length(self):
     """More entries in a row than are applied at a time, and none."""
-    matrix = w12_matrices.gaussian(64, 64).astype(np.float32)
-    matrix[7] *= np.where(np.arange(64) % 2, 1e9, 1)
+    matrix = w12_matrices.gaussian(64, 128).astype(np.float32)
+    matrix[7] *= np.where(np.arange(128) % 2, 1e9, 1)
+    matrix[9:30, 3:] *= np.where(np.arange(125) % 3, 1, 1e12)
     matrix = matrix.astype(ml_dtypes.bfloat16)
     w = packed(matrix)
     counts = np.diff(w.row_start)
-    self.assertGreater(counts.max(), 2 * w12_matmul.ENTRIES)
+    self.assertGreater(counts.max(), w12_matmul.LIST_ENTRIES)
     self.assertEqual(counts.min(), 0)
-    x = rows(8, 64)
+    x = rows(8, 128)
     zeros = jnp.zeros_like(w.low)
     alone = dataclasses.replace(w, view01=zeros, view23=zeros, low=zeros)
     listed = np.where(
       np.asarray(w12_array.codes(w))[:64] & 0x7FF, 0, matrix.astype(np.float64)
     )
     expected = np.asarray(x, np.float64) @ listed.T
-    for shares in ((1,), (1, 1), (1, 2, 1), (1,) * 4):
-      # More programs than there are quarters, fewer, and as many.
-      tile = w12_matmul.Tile(lanes=16, block=16, shares=shares)
-      parts = interpreted(x, alone, tile=tile)
-      self.assertLen(parts, len(shares))
-      found = np.asarray(w12_matmul.sum_parts(parts), np.float64)
-      np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+    found = np.asarray(interpreted(x, alone), np.float64)
+    self.assertFalse(found[:-1].any())
+    error = np.abs(found[-1] - expected) / magnitude(x, listed)
+    self.assertLess(error.max(), 1e-6)
+
+  def test_programs_share_the_lists(self):
+    """Fewer programs than blocks of rows, and a last block that is not full."""
+    matrix, x = hard(210, 32), rows(5, 32)
+    w = packed(matrix)
+    with mock.patch.object(w12_matmul, "LIST_PROGRAMS", 3):
+      found = w12_matmul.sum_parts(interpreted(x, w))
+    np.testing.assert_array_equal(
+      found, w12_matmul.sum_parts(interpreted(x, w))
+    )
 
   @parameterized.parameters(
-    (4, (1,), (0, 4)), (5, (2, 1), (0, 3, 5)), (3, (1,) * 7, (0, 1, 2, 3))
+    (1280, 272, 13), (8704, 80, 2), (62080, 80, 1), (64, 5, 5), (8, 3, 3)
   )
-  def test_edges(self, steps, shares, expected):
-    self.assertEqual(w12_matmul._edges(steps, shares), expected)
+  def test_parts(self, lanes, steps, expected):
+    """About as many programs as are asked for, none without columns."""
+    self.assertEqual(w12_matmul.Tile().parts(lanes, steps), expected)
 
   @parameterized.parameters("reference", "interpret")
   def test_rounds_once(self, implementation):
@@ -154,6 +169,8 @@ class ProductTest(parameterized.TestCase):
     w = packed(w12_matrices.gaussian(64, 64))
     with self.assertRaisesRegex(ValueError, "does not take float32"):
       interpreted(rows(1, 64).astype(jnp.float32), w)
+    with self.assertRaisesRegex(ValueError, "takes planes in tiles"):
+      interpreted(rows(1, 64), w12_array.untile(w))
     odd = packed(w12_matrices.gaussian(64, 24))
     with self.assertRaisesRegex(ValueError, r"does not take W of \(64, 24\)"):
       interpreted(rows(1, 24), odd)
@@ -223,7 +240,8 @@ class LoweringTest(parameterized.TestCase):
     def struct(*shape, dtype=jnp.bfloat16) -> Any:
       return jax.ShapeDtypeStruct(shape, dtype)
 
-    plane = struct(high // 4, width, dtype=jnp.uint16)
+    # The last tile is not full.
+    plane = struct(65, width // 64, 64, 64, dtype=jnp.uint16)
     w = W12Array(
       view01=plane,
       view23=plane,
@@ -234,15 +252,9 @@ class LoweringTest(parameterized.TestCase):
       values=struct(10),
       shape=(high, width),
     )
-    tile = w12_matmul.TILES[w12_matmul.rows_of(n)]
-    # A difference of one has a type of its own to a compiler.
-    shares = tile.shares if n > 1 else (width // tile.block - 1, 1)
     text = lowering.lower(
       functools.partial(
-        w12_matmul.partial_sums,
-        view=view,
-        implementation="triton",
-        tile=dataclasses.replace(tile, shares=shares),
+        w12_matmul.partial_sums, view=view, implementation="triton"
       ),
       gpu,
       struct(n, width),
