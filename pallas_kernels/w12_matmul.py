@@ -59,7 +59,7 @@ TILES = {n: Tile() for n in (8, 16, 32)} | {
 
 LIST_PROGRAMS = 132
 """Programs that have the lists at most."""
-LIST_ROWS, LIST_ENTRIES = 64, 32
+LIST_ROWS, LIST_ENTRIES = 32, 32
 """Rows and entries that such a program takes at a time."""
 
 
