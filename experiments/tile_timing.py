@@ -175,8 +175,12 @@ def w12_case(
     parts = w12_matmul.partial_sums(
       x, w, view=view, implementation=implementation, tile=tile
     )
-    total = w12_matmul.sum_parts(parts)
-    return total[:, : w.shape[0]].astype(x.dtype)
+    if view:
+      total = w12_matmul.sum_parts(parts)
+      return total[:, : w.shape[0]].astype(x.dtype)
+    return w12_matmul.finish(
+      parts, x, w, out_dtype=x.dtype, implementation=implementation
+    )
 
   stages = f"{tile.num_stages} stages"
   label = f"{tile.lanes} lanes {tile.num_warps} warps {stages}"

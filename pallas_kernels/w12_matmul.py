@@ -3,9 +3,10 @@
 Weights are the left operand of the tensor cores, so that what a thread decodes
 never leaves its registers; four rows share every lane that is loaded. Programs
 split the columns too, so that all of them run at once; what they sum up lies
-apart and is added in a fixed order. The first programs, one for each
-multiprocessor, have the sparse lists instead: entries times their columns of
-x, and a matrix that says whose row each is, are a small product of its own.
+apart. A second kernel adds it in a fixed order and applies the sparse lists:
+entries times their columns of x, and a matrix that says whose row each is, are
+a small product of its own. (In the first one they would wait for memory that
+is busy, and hold registers.)
 """
 
 import dataclasses
@@ -57,10 +58,8 @@ TILES = {n: Tile() for n in (8, 16, 32)} | {
 }
 """By rows of x."""
 
-LIST_PROGRAMS = 132
-"""Programs that have the lists at most."""
 LIST_ROWS, LIST_ENTRIES = 32, 32
-"""Rows and entries that such a program takes at a time."""
+"""Rows of W of a program of the second kernel, entries of a step."""
 
 
 def matmul(
@@ -91,7 +90,9 @@ def matmul(
       preferred_element_type=out_dtype,
     )
   parts = partial_sums(x, w, view=view, implementation=implementation)
-  return sum_parts(parts)[:, : w.shape[0]].astype(out_dtype)
+  if view:
+    return sum_parts(parts)[:, : w.shape[0]].astype(out_dtype)
+  return finish(parts, x, w, out_dtype=out_dtype, implementation=implementation)
 
 
 def sum_parts(parts: Float[Array, "S N R"]) -> Float[Array, "N R"]:
@@ -120,14 +121,14 @@ def partial_sums(
 
   Args:
     w: with planes in tiles.
-    view: the 8-bit view; the sparse lists have no part in it.
+    view: the 8-bit view.
     tile: instead of the one in the table.
     expanded: [4, T, K, h, w] bfloat16, what decoding is to yield in each
       quarter (2^(base - 113) times it is the weight): the same kernel without
       decoding, to check it.
 
   Returns:
-    float32; the last part is that of the sparse lists, unless `view`.
+    float32, without the sparse lists: `finish`.
   """
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
@@ -142,71 +143,37 @@ def partial_sums(
   planes = (w.view01, w.view23) if view else (w.view01, w.view23, w.low)
   if expanded is not None:
     planes = (expanded,)
-  lists = () if view else (w.row_start, w.columns, w.values)
   parts = tile.parts(size, steps)
-  blocks = pl.cdiv(4 * size, LIST_ROWS)
-  listers = min(blocks, LIST_PROGRAMS) if lists else 0
   program = functools.partial(
-    _program,
+    _stream,
     tile=tile,
     parts=parts,
-    listers=listers,
     padded=rows_of(n),
-    planes=len(planes),
     assembly=implementation == "triton",
   )
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   return pl.pallas_call(
     program,
-    grid=(listers + parts * pl.cdiv(size, tile.lanes),),
-    in_specs=[anywhere] * (2 + len(planes) + len(lists)),
+    grid=(parts * pl.cdiv(size, tile.lanes),),
+    in_specs=[anywhere] * (2 + len(planes)),
     out_specs=anywhere,
-    out_shape=jax.ShapeDtypeStruct(
-      (parts + (1 if lists else 0), n, 4 * size), jnp.float32
-    ),
+    out_shape=jax.ShapeDtypeStruct((parts, n, 4 * size), jnp.float32),
     compiler_params=pltriton.CompilerParams(
       num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
     interpret=implementation == "interpret",
     name="w12_view" if view else "w12_matmul",
-  )(x, w.base, *planes, *lists)
+  )(x, w.base, *planes)
 
 
-def _program(
-  x_ref, base_ref, *refs, tile, parts, listers, padded, planes, assembly
-):
-  plane_refs, list_refs, out_ref = refs[:planes], refs[planes:-1], refs[-1]
-  index = pl.program_id(0)
-  stream = functools.partial(
-    _stream, x_ref, base_ref, plane_refs, out_ref,
-    tile=tile, parts=parts, padded=padded, assembly=assembly,
-  )  # fmt: skip
-  if not listers:
-    stream(index)
-    return
-
-  @pl.when(index < listers)
-  def _():
-    blocks = pl.cdiv(base_ref.shape[0], LIST_ROWS)
-
-    def block(i, _):
-      first = (index + i * listers) * LIST_ROWS
-      _apply_lists(x_ref, list_refs, out_ref, first, parts, padded)
-
-    lax.fori_loop(0, pl.cdiv(blocks - index, listers), block, None)
-
-  pl.when(index >= listers)(lambda: stream(index - listers))
-
-
-def _stream(
-  x_ref, base_ref, plane_refs, out_ref, index,
-  *, tile, parts, padded, assembly,
-):  # fmt: skip
+def _stream(x_ref, base_ref, *refs, tile, parts, padded, assembly):
   """Sums up four times `lanes` rows over a range of columns."""
+  plane_refs, out_ref = refs[:-1], refs[-1]
   size = base_ref.shape[0] // 4
   _, steps, height, width = plane_refs[0].shape[-4:]
   groups = pl.cdiv(size, tile.lanes)
   # Neighbours have other lanes of the same columns.
+  index = pl.program_id(0)
   group, part = index % groups, index // groups
   each = height // tile.lanes
   across = pl.ds(group % each * tile.lanes, tile.lanes)
@@ -248,61 +215,102 @@ def _stream(
     exponent = base.astype(jnp.int32) + w12_array.SCALE_OFFSET
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     live = None if whole else lane < size
-    _store(out_ref, part, q * size + first, (total * scale[:, None]).T, live)
+    total = (total * scale[:, None]).T
+    _store(out_ref, (part,), q * size + first, total, live)
 
 
-def _store(out_ref, part, first, total, live):
-  """Writes [padded rows of x, some of W] to a part, from row `first` of W.
+def _store(out_ref, at, first, total, live):
+  """Writes [padded rows of x, some of W] from row `first` of W on.
 
   Args:
+    at: indices of the output's axes before the last two.
     live: which rows of W there are; None for all.
   """
   padded, count = total.shape
-  n = out_ref.shape[1]
+  n = out_ref.shape[-2]
   if n == padded and live is None:
-    out_ref[part, :, pl.ds(first, count)] = total
+    out_ref[*at, :, pl.ds(first, count)] = total
     return
   row = jnp.arange(padded)[:, None]
   mask = jnp.broadcast_to(row < n, total.shape)
   if live is not None:
     mask &= live[None, :]
-  place = out_ref.at[part, row, first + jnp.arange(count)[None, :]]
+  place = out_ref.at[*at, row, first + jnp.arange(count)[None, :]]
   pltriton.store(place, total, mask=mask)
 
 
-def _apply_lists(x_ref, list_refs, out_ref, first, part, padded):
-  """Writes what the lists of some rows of W add."""
-  start_ref, column_ref, value_ref = list_refs
-  n, count = x_ref.shape[0], start_ref.shape[0] - 1
-  row = first + jnp.arange(LIST_ROWS)
-  live = row < count
-  end = pltriton.load(start_ref.at[row + 1], mask=live, other=0)
-  last = jnp.max(end)
-  end = jnp.where(live, end, last)
-  begin = start_ref[first]
-  each = jnp.arange(padded)[None, :]
+def finish(
+  parts: Float[Array, "S N R"],
+  x: Float[Array, "N I"],
+  w: W12Array,
+  *,
+  out_dtype,
+  implementation: dispatch.Implementation,
+) -> Float[Array, "N O"]:
+  """Adds the parts in their order, then what the sparse lists make of x.
 
-  def entries(i, total):
+  Args:
+    parts: of `partial_sums`.
+    out_dtype: the sum is rounded to it once.
+  """
+  n, rows = x.shape[0], w.shape[0]
+  anywhere = pl.BlockSpec(memory_space=pl.ANY)
+  return pl.pallas_call(
+    functools.partial(_finish, padded=rows_of(n)),
+    grid=(pl.cdiv(rows, LIST_ROWS),),
+    in_specs=[anywhere] * 5,
+    out_specs=anywhere,
+    out_shape=jax.ShapeDtypeStruct((n, rows), out_dtype),
+    compiler_params=pltriton.CompilerParams(
+      num_warps=2 if n <= 16 else 4, num_stages=1
+    ),
+    interpret=implementation == "interpret",
+    name="w12_finish",
+  )(parts, x, w.row_start, w.columns, w.values)
+
+
+def _finish(
+  parts_ref, x_ref, start_ref, column_ref, value_ref, out_ref, *, padded
+):
+  n, rows = out_ref.shape
+  first = pl.program_id(0) * LIST_ROWS
+  row = first + jnp.arange(LIST_ROWS)
+  live = None if rows % LIST_ROWS == 0 else row < rows
+  here = jnp.ones_like(row, bool) if live is None else live
+  begin = start_ref[first]
+  end = pltriton.load(start_ref.at[row + 1], mask=here, other=0)
+  each = jnp.arange(padded)
+  wanted = (each < n)[:, None] & here[None, :]
+  total = jnp.zeros((padded, LIST_ROWS), jnp.float32)
+  for part in range(parts_ref.shape[0]):
+    place = parts_ref.at[part, each[:, None], row[None, :]]
+    total += pltriton.load(place, mask=wanted, other=0)
+  last = jnp.max(end)
+  end = jnp.where(here, end, last)
+
+  def entries(i, listed):
     at = begin + i * LIST_ENTRIES + jnp.arange(LIST_ENTRIES)
-    here = at < last
-    column = pltriton.load(column_ref.at[at], mask=here, other=0)
-    value = pltriton.load(value_ref.at[at], mask=here, other=0)
-    wanted = jnp.broadcast_to(
-      here[:, None] & (each < n), (LIST_ENTRIES, padded)
+    real = at < last
+    column = pltriton.load(column_ref.at[at], mask=real, other=0)
+    value = pltriton.load(value_ref.at[at], mask=real, other=0)
+    mask = real[:, None] & (each < n)[None, :]
+    x = pltriton.load(
+      x_ref.at[each[None, :], column[:, None]], mask=mask, other=0
     )
-    x = pltriton.load(x_ref.at[each, column[:, None]], mask=wanted, other=0)
     # As many rows end before an entry as stand above its own.
     own = (end[:, None] <= at[None, :]).astype(jnp.int32).sum(axis=0)
-    own = (own[None, :] == jnp.arange(LIST_ROWS)[:, None]) & here[None, :]
+    own = (own[None, :] == jnp.arange(LIST_ROWS)[:, None]) & real[None, :]
     value = jnp.broadcast_to(value[None, :], own.shape)
     value = jnp.where(own, value, jnp.zeros((), value.dtype))
-    return total + jnp.dot(value, x, preferred_element_type=jnp.float32)
+    return listed + jnp.dot(value, x, preferred_element_type=jnp.float32)
 
-  zeros = jnp.zeros((LIST_ROWS, padded), jnp.float32)
-  total = lax.fori_loop(0, pl.cdiv(last - begin, LIST_ENTRIES), entries, zeros)
-  _store(
-    out_ref, part, first, total.T, None if count % LIST_ROWS == 0 else live
+  listed = lax.fori_loop(
+    0,
+    pl.cdiv(last - begin, LIST_ENTRIES),
+    entries,
+    jnp.zeros((LIST_ROWS, padded), jnp.float32),
   )
+  _store(out_ref, (), first, (total + listed.T).astype(out_ref.dtype), live)
 
 
 def _unpack(q, *parts):
