@@ -58,8 +58,10 @@ TILES = {n: Tile() for n in (8, 16, 32)} | {
 }
 """By rows of x."""
 
-LIST_ROWS, LIST_ENTRIES = 32, 32
-"""Rows of W of a program of the second kernel, entries of a step."""
+LIST_ROWS, LIST_ENTRIES, LIST_N = 32, 64, 8
+"""Of the second kernel: rows of W and of x of a program, entries of a step. A
+program waits three or four times for memory, so it is small and there are
+many."""
 
 
 def matmul(
@@ -216,26 +218,25 @@ def _stream(x_ref, base_ref, *refs, tile, parts, padded, assembly):
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     live = None if whole else lane < size
     total = (total * scale[:, None]).T
-    _store(out_ref, (part,), q * size + first, total, live)
+    _store(out_ref, part, q * size + first, total, live)
 
 
-def _store(out_ref, at, first, total, live):
-  """Writes [padded rows of x, some of W] from row `first` of W on.
+def _store(out_ref, part, first, total, live):
+  """Writes [padded rows of x, some of W] to a part, from row `first` of W on.
 
   Args:
-    at: indices of the output's axes before the last two.
     live: which rows of W there are; None for all.
   """
   padded, count = total.shape
-  n = out_ref.shape[-2]
+  n = out_ref.shape[1]
   if n == padded and live is None:
-    out_ref[*at, :, pl.ds(first, count)] = total
+    out_ref[part, :, pl.ds(first, count)] = total
     return
   row = jnp.arange(padded)[:, None]
   mask = jnp.broadcast_to(row < n, total.shape)
   if live is not None:
     mask &= live[None, :]
-  place = out_ref.at[*at, row, first + jnp.arange(count)[None, :]]
+  place = out_ref.at[part, row, first + jnp.arange(count)[None, :]]
   pltriton.store(place, total, mask=mask)
 
 
@@ -256,37 +257,32 @@ def finish(
   n, rows = x.shape[0], w.shape[0]
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   return pl.pallas_call(
-    functools.partial(_finish, padded=rows_of(n)),
-    grid=(pl.cdiv(rows, LIST_ROWS),),
+    _finish,
+    grid=(pl.cdiv(rows, LIST_ROWS), pl.cdiv(n, LIST_N)),
     in_specs=[anywhere] * 5,
     out_specs=anywhere,
     out_shape=jax.ShapeDtypeStruct((n, rows), out_dtype),
-    compiler_params=pltriton.CompilerParams(
-      num_warps=2 if n <= 16 else 4, num_stages=1
-    ),
+    compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
     interpret=implementation == "interpret",
     name="w12_finish",
   )(parts, x, w.row_start, w.columns, w.values)
 
 
-def _finish(
-  parts_ref, x_ref, start_ref, column_ref, value_ref, out_ref, *, padded
-):
+def _finish(parts_ref, x_ref, start_ref, column_ref, value_ref, out_ref):
   n, rows = out_ref.shape
   first = pl.program_id(0) * LIST_ROWS
   row = first + jnp.arange(LIST_ROWS)
-  live = None if rows % LIST_ROWS == 0 else row < rows
-  here = jnp.ones_like(row, bool) if live is None else live
+  live = row < rows
+  each = pl.program_id(1) * LIST_N + jnp.arange(LIST_N)
   begin = start_ref[first]
-  end = pltriton.load(start_ref.at[row + 1], mask=here, other=0)
-  each = jnp.arange(padded)
-  wanted = (each < n)[:, None] & here[None, :]
-  total = jnp.zeros((padded, LIST_ROWS), jnp.float32)
+  end = pltriton.load(start_ref.at[row + 1], mask=live, other=0)
+  wanted = (each < n)[:, None] & live[None, :]
+  total = jnp.zeros((LIST_N, LIST_ROWS), jnp.float32)
   for part in range(parts_ref.shape[0]):
     place = parts_ref.at[part, each[:, None], row[None, :]]
     total += pltriton.load(place, mask=wanted, other=0)
   last = jnp.max(end)
-  end = jnp.where(here, end, last)
+  end = jnp.where(live, end, last)
 
   def entries(i, listed):
     at = begin + i * LIST_ENTRIES + jnp.arange(LIST_ENTRIES)
@@ -308,9 +304,10 @@ def _finish(
     0,
     pl.cdiv(last - begin, LIST_ENTRIES),
     entries,
-    jnp.zeros((LIST_ROWS, padded), jnp.float32),
+    jnp.zeros((LIST_ROWS, LIST_N), jnp.float32),
   )
-  _store(out_ref, (), first, (total + listed.T).astype(out_ref.dtype), live)
+  place = out_ref.at[each[:, None], row[None, :]]
+  pltriton.store(place, (total + listed.T).astype(out_ref.dtype), mask=wanted)
 
 
 def _unpack(q, *parts):

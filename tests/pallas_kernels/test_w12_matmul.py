@@ -120,15 +120,15 @@ class ProductTest(parameterized.TestCase):
 
   def test_lists_of_any_length(self):
     """More entries in a row than are applied at a time, and none."""
-    matrix = w12_matrices.gaussian(64, 128).astype(np.float32)
-    matrix[7] *= np.where(np.arange(128) % 2, 1e9, 1)
-    matrix[9:30, 3:] *= np.where(np.arange(125) % 3, 1, 1e12)
+    matrix = w12_matrices.gaussian(64, 256).astype(np.float32)
+    matrix[7] *= np.where(np.arange(256) % 2, 1e9, 1)
+    matrix[9:30, 3:] *= np.where(np.arange(253) % 3, 1, 1e12)
     matrix = matrix.astype(ml_dtypes.bfloat16)
     w = packed(matrix)
     counts = np.diff(w.row_start)
     self.assertGreater(counts.max(), w12_matmul.LIST_ENTRIES)
     self.assertEqual(counts.min(), 0)
-    x = rows(8, 128)
+    x = rows(8, 256)
     listed = np.where(
       np.asarray(w12_array.codes(w))[:64] & 0x7FF, 0, matrix.astype(np.float64)
     )
