@@ -21,7 +21,7 @@ from jax import lax
 
 from experiments.console import say, table
 from experiments.cost_model import kernels, measure
-from pallas_kernels import w12_array, w12_matmul
+from pallas_kernels import w12_matmul
 from pallas_kernels.w12_matmul import Tile
 from specpilot_jax import configs
 from specpilot_jax.checkpoints import w12_device
@@ -42,8 +42,8 @@ REPEATS = 4
 ZEROS = 1e-3
 """Share of weights that are exact zeros."""
 
-PROGRAMS = (264, 396, 528, 792, 1320)
-"""That share a matrix, about: two to ten for each multiprocessor of an H200."""
+PROGRAMS = (132, 264, 396, 528, 792, 1320)
+"""That share a matrix: one to ten for each multiprocessor of an H200."""
 
 PAUSE_S = 0.012
 """Between two cases, so that their kernels are told apart in a profile."""
@@ -113,16 +113,13 @@ MANY_ROWS = (
 """The same above 32 rows, where sums fill the registers."""
 
 
-def tiles(shape: Shape, n: int) -> list[Tile]:
-  """Tiles worth trying for a matrix and n rows of x, each product once."""
-  lanes = -(-shape[0] // 4)
-  steps = shape[1] // w12_array.tile_shape(lanes, shape[1])[1]
-  found = {}
-  for form in FORMS if n <= 32 else MANY_ROWS:
-    for programs in PROGRAMS:
-      tile = dataclasses.replace(form, programs=programs)
-      found.setdefault((form, tile.parts(lanes, steps)), tile)
-  return list(found.values())
+def tiles(n: int) -> list[Tile]:
+  """Tiles worth trying for n rows of x."""
+  return [
+    dataclasses.replace(form, programs=programs)
+    for form in (FORMS if n <= 32 else MANY_ROWS)
+    for programs in PROGRAMS
+  ]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -172,14 +169,8 @@ def w12_case(
   """A tile's product: kernel, sum over parts, rounding."""
 
   def product(x, w):
-    parts = w12_matmul.partial_sums(
+    return w12_matmul.matmul(
       x, w, view=view, implementation=implementation, tile=tile
-    )
-    if view:
-      total = w12_matmul.sum_parts(parts)
-      return total[:, : w.shape[0]].astype(x.dtype)
-    return w12_matmul.finish(
-      parts, x, w, out_dtype=x.dtype, implementation=implementation
     )
 
   stages = f"{tile.num_stages} stages"
@@ -325,7 +316,7 @@ def measure_shape(
   for n in row_counts:
     xs = [jax.random.normal(key, (n, shape[1]), jnp.bfloat16) for key in keys]
     cases = xla_cases(n, xs, matrices)
-    for tile in tiles(shape, n):
+    for tile in tiles(n):
       cases.append(w12_case(tile, xs, packed))
       if view:
         cases.append(w12_case(tile, xs, packed, view=True))

@@ -1,8 +1,9 @@
 """y = x W^T with W in W12, decoded in registers.
 
 Weights are the left operand of the tensor cores, so that what a thread decodes
-never leaves its registers; four rows share every lane that is loaded. Programs
-split the columns too, so that all of them run at once; what they sum up lies
+never leaves its registers; four rows share every lane that is loaded. All
+programs run at once and have the same share of the work: a run of tiles that
+may begin and end amid the columns of some lanes; what they sum up there lies
 apart. A second kernel adds it in a fixed order and applies the sparse lists:
 entries times their columns of x, and a matrix that says whose row each is, are
 a small product of its own. (In the first one they would wait for memory that
@@ -34,7 +35,8 @@ class Tile:
   Attributes:
     lanes: of a program, part of a tile of the planes; each holds four rows.
     num_warps, num_stages: of Triton.
-    programs: that share all lanes and columns, about.
+    programs: that share the matrix: a multiple of what the card has of
+      multiprocessors, no more than it can hold at once.
   """
 
   lanes: int = 32
@@ -42,15 +44,51 @@ class Tile:
   num_stages: int = 3
   programs: int = 528
 
-  def parts(self, lanes: int, steps: int) -> int:
-    """Programs that share the columns of some lanes.
 
-    Args:
-      lanes: of the matrix.
-      steps: tiles across it; every part has one at least.
-    """
-    across = round(self.programs / pl.cdiv(lanes, self.lanes))
-    return max(1, min(across, steps))
+@dataclasses.dataclass(frozen=True)
+class _Shares:
+  """Which program sums up what.
+
+  A unit is one tile of the planes, or the part of it that a program's lanes
+  are; units run over the columns of the first lanes, then of the next ones.
+
+  Attributes:
+    groups: of lanes.
+    steps: units of a group.
+    programs: no more than units.
+  """
+
+  groups: int
+  steps: int
+  programs: int
+
+  @classmethod
+  def of(cls, w: W12Array, tile: Tile) -> "_Shares":
+    steps = w.low.shape[1]
+    groups = pl.cdiv(w.lanes, tile.lanes)
+    return cls(groups, steps, min(tile.programs, groups * steps))
+
+  def begin(self, program):
+    """First unit of a program."""
+    return program * (self.groups * self.steps) // self.programs
+
+  def owner(self, unit):
+    """The program that a unit belongs to."""
+    return ((unit + 1) * self.programs - 1) // (self.groups * self.steps)
+
+  def first_owner(self, group):
+    return self.owner(group * self.steps)
+
+  def owners(self, group):
+    """How many programs share a group's columns."""
+    return (
+      self.owner((group + 1) * self.steps - 1) - self.first_owner(group) + 1
+    )
+
+  @property
+  def parts(self) -> int:
+    """The most programs that share some columns."""
+    return max(self.owners(group) for group in range(self.groups))
 
 
 TILES = {n: Tile() for n in (8, 16, 32)} | {
@@ -71,14 +109,21 @@ def matmul(
   out_dtype=None,
   view: bool = False,
   implementation: dispatch.Implementation = "reference",
+  tile: Tile | None = None,
+  expanded: Array | None = None,
 ) -> Float[Array, "N O"]:
   """x W^T, accumulated in float32 and rounded once.
 
   Args:
+    w: the kernel takes planes in tiles.
     out_dtype: of x unless given.
     view: multiplies the 8-bit view instead of the matrix.
     implementation: the kernel takes bfloat16 rows; more than `MAX_ROWS` are
       multiplied with the decoded matrix.
+    tile: the kernel's, instead of the one in the table.
+    expanded: [4, T, K, h, w] bfloat16, what decoding is to yield in each
+      quarter (2^(base - 113) times it is the weight): the same kernel without
+      decoding, to check it.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
@@ -91,53 +136,11 @@ def matmul(
       precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=out_dtype,
     )
-  parts = partial_sums(x, w, view=view, implementation=implementation)
-  if view:
-    return sum_parts(parts)[:, : w.shape[0]].astype(out_dtype)
-  return finish(parts, x, w, out_dtype=out_dtype, implementation=implementation)
-
-
-def sum_parts(parts: Float[Array, "S N R"]) -> Float[Array, "N R"]:
-  """The parts in their order; XLA makes it part of what follows."""
-  total = parts[0]
-  for part in parts[1:]:
-    total = total + part
-  return total
-
-
-def rows_of(n: int) -> int:
-  """Rows that a kernel for n rows works on."""
-  return max(8, 1 << (n - 1).bit_length())
-
-
-def partial_sums(
-  x: Float[Array, "N I"],
-  w: W12Array,
-  *,
-  view: bool = False,
-  implementation: dispatch.Implementation,
-  tile: Tile | None = None,
-  expanded: Array | None = None,
-) -> Float[Array, "S N R"]:
-  """What the programs sum up; the rows of W are padded.
-
-  Args:
-    w: with planes in tiles.
-    view: the 8-bit view.
-    tile: instead of the one in the table.
-    expanded: [4, T, K, h, w] bfloat16, what decoding is to yield in each
-      quarter (2^(base - 113) times it is the weight): the same kernel without
-      decoding, to check it.
-
-  Returns:
-    float32, without the sparse lists: `finish`.
-  """
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
   if not w.tiled:
     raise ValueError("w12_matmul's kernel takes planes in tiles")
-  n, size = x.shape[0], w.lanes
-  _, steps, height, width = w.low.shape
+  _, _, height, width = w.low.shape
   tile = tile or TILES[rows_of(n)]
   tile = dataclasses.replace(tile, lanes=min(tile.lanes, height))
   if width < 16 or tile.lanes < 16:
@@ -145,38 +148,69 @@ def partial_sums(
   planes = (w.view01, w.view23) if view else (w.view01, w.view23, w.low)
   if expanded is not None:
     planes = (expanded,)
-  parts = tile.parts(size, steps)
-  program = functools.partial(
-    _stream,
-    tile=tile,
-    parts=parts,
-    padded=rows_of(n),
-    assembly=implementation == "triton",
-  )
+  lists = () if view else (w.row_start, w.columns, w.values)
+  shares = _Shares.of(w, tile)
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
-  return pl.pallas_call(
-    program,
-    grid=(parts * pl.cdiv(size, tile.lanes),),
+  call = functools.partial(
+    pl.pallas_call, out_specs=anywhere, interpret=implementation == "interpret"
+  )
+  parts = call(
+    functools.partial(
+      _stream,
+      shares=shares,
+      tile=tile,
+      padded=rows_of(n),
+      assembly=implementation == "triton",
+    ),
+    grid=(shares.programs,),
     in_specs=[anywhere] * (2 + len(planes)),
-    out_specs=anywhere,
-    out_shape=jax.ShapeDtypeStruct((parts, n, 4 * size), jnp.float32),
+    out_shape=jax.ShapeDtypeStruct((shares.parts, n, 4 * w.lanes), jnp.float32),
     compiler_params=pltriton.CompilerParams(
       num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
-    interpret=implementation == "interpret",
     name="w12_view" if view else "w12_matmul",
   )(x, w.base, *planes)
+  rows = w.shape[0]
+  return call(
+    functools.partial(_finish, shares=shares, lanes=tile.lanes),
+    grid=(pl.cdiv(rows, LIST_ROWS), pl.cdiv(n, LIST_N)),
+    in_specs=[anywhere] * (2 + len(lists)),
+    out_shape=jax.ShapeDtypeStruct((n, rows), out_dtype),
+    compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+    name="w12_finish",
+  )(parts, x, *lists)
 
 
-def _stream(x_ref, base_ref, *refs, tile, parts, padded, assembly):
-  """Sums up four times `lanes` rows over a range of columns."""
-  plane_refs, out_ref = refs[:-1], refs[-1]
+def rows_of(n: int) -> int:
+  """Rows that a kernel for n rows works on."""
+  return max(8, 1 << (n - 1).bit_length())
+
+
+def _stream(x_ref, base_ref, *refs, shares, tile, padded, assembly):
+  """Sums up a program's share: four times `lanes` rows at a time."""
+  program = pl.program_id(0)
+  begin, end = shares.begin(program), shares.begin(program + 1)
+  first = begin // shares.steps
+
+  def group(i, _):
+    start = (first + i) * shares.steps
+    _stream_group(
+      x_ref, base_ref, refs[:-1], refs[-1], first + i,
+      jnp.maximum(begin - start, 0), jnp.minimum(end - start, shares.steps),
+      program - shares.first_owner(first + i),
+      tile=tile, padded=padded, assembly=assembly,
+    )  # fmt: skip
+
+  lax.fori_loop(0, (end - 1) // shares.steps - first + 1, group, None)
+
+
+def _stream_group(
+  x_ref, base_ref, plane_refs, out_ref, group, begin, end, part,
+  *, tile, padded, assembly,
+):  # fmt: skip
+  """Sums up steps `begin` to `end` - 1 of a group of lanes."""
   size = base_ref.shape[0] // 4
-  _, steps, height, width = plane_refs[0].shape[-4:]
-  groups = pl.cdiv(size, tile.lanes)
-  # Neighbours have other lanes of the same columns.
-  index = pl.program_id(0)
-  group, part = index % groups, index // groups
+  height, width = plane_refs[0].shape[-2:]
   each = height // tile.lanes
   across = pl.ds(group % each * tile.lanes, tile.lanes)
   first = group * tile.lanes
@@ -203,9 +237,7 @@ def _stream(x_ref, base_ref, *refs, tile, parts, padded, assembly):
     ]
 
   zeros = jnp.zeros((tile.lanes, padded), jnp.float32)
-  totals = lax.fori_loop(
-    part * steps // parts, (part + 1) * steps // parts, step, [zeros] * 4
-  )
+  totals = lax.fori_loop(begin, end, step, [zeros] * 4)
   whole = size % tile.lanes == 0
   for q, total in enumerate(totals):
     if whole:
@@ -240,47 +272,36 @@ def _store(out_ref, part, first, total, live):
   pltriton.store(place, total, mask=mask)
 
 
-def finish(
-  parts: Float[Array, "S N R"],
-  x: Float[Array, "N I"],
-  w: W12Array,
-  *,
-  out_dtype,
-  implementation: dispatch.Implementation,
-) -> Float[Array, "N O"]:
-  """Adds the parts in their order, then what the sparse lists make of x.
-
-  Args:
-    parts: of `partial_sums`.
-    out_dtype: the sum is rounded to it once.
-  """
-  n, rows = x.shape[0], w.shape[0]
-  anywhere = pl.BlockSpec(memory_space=pl.ANY)
-  return pl.pallas_call(
-    _finish,
-    grid=(pl.cdiv(rows, LIST_ROWS), pl.cdiv(n, LIST_N)),
-    in_specs=[anywhere] * 5,
-    out_specs=anywhere,
-    out_shape=jax.ShapeDtypeStruct((n, rows), out_dtype),
-    compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
-    interpret=implementation == "interpret",
-    name="w12_finish",
-  )(parts, x, w.row_start, w.columns, w.values)
-
-
-def _finish(parts_ref, x_ref, start_ref, column_ref, value_ref, out_ref):
+def _finish(parts_ref, x_ref, *refs, shares, lanes):
+  """Adds parts in their order, then what the lists make of x."""
+  list_refs, out_ref = refs[:-1], refs[-1]
   n, rows = out_ref.shape
   first = pl.program_id(0) * LIST_ROWS
   row = first + jnp.arange(LIST_ROWS)
   live = row < rows
   each = pl.program_id(1) * LIST_N + jnp.arange(LIST_N)
-  begin = start_ref[first]
-  end = pltriton.load(start_ref.at[row + 1], mask=live, other=0)
   wanted = (each < n)[:, None] & live[None, :]
+  # Of the parts, only what was summed up has been written.
+  owners = shares.owners(row % (parts_ref.shape[2] // 4) // lanes)
   total = jnp.zeros((LIST_N, LIST_ROWS), jnp.float32)
   for part in range(parts_ref.shape[0]):
     place = parts_ref.at[part, each[:, None], row[None, :]]
-    total += pltriton.load(place, mask=wanted, other=0)
+    written = wanted & (part < owners)[None, :]
+    total += pltriton.load(place, mask=written, other=0)
+  if list_refs:
+    total += _listed(x_ref, list_refs, first, live, each).T
+  place = out_ref.at[each[:, None], row[None, :]]
+  pltriton.store(place, total.astype(out_ref.dtype), mask=wanted)
+
+
+def _listed(x_ref, list_refs, first, live, each):
+  """What the lists of rows from `first` on add: [rows of W, rows of x]."""
+  start_ref, column_ref, value_ref = list_refs
+  n = x_ref.shape[0]
+  begin = start_ref[first]
+  end = pltriton.load(
+    start_ref.at[first + 1 + jnp.arange(LIST_ROWS)], mask=live, other=0
+  )
   last = jnp.max(end)
   end = jnp.where(live, end, last)
 
@@ -300,14 +321,12 @@ def _finish(parts_ref, x_ref, start_ref, column_ref, value_ref, out_ref):
     value = jnp.where(own, value, jnp.zeros((), value.dtype))
     return listed + jnp.dot(value, x, preferred_element_type=jnp.float32)
 
-  listed = lax.fori_loop(
+  return lax.fori_loop(
     0,
     pl.cdiv(last - begin, LIST_ENTRIES),
     entries,
     jnp.zeros((LIST_ROWS, LIST_N), jnp.float32),
   )
-  place = out_ref.at[each[:, None], row[None, :]]
-  pltriton.store(place, (total + listed.T).astype(out_ref.dtype), mask=wanted)
 
 
 def _unpack(q, *parts):

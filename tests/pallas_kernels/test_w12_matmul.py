@@ -1,5 +1,6 @@
 """Products with W12: the kernel interpreted, and its lowering."""
 
+import dataclasses
 import functools
 from typing import Any
 from unittest import mock
@@ -18,19 +19,15 @@ from tests.pallas_kernels import lowering
 
 TILE = w12_matmul.Tile(lanes=16, programs=8)
 interpreted = functools.partial(
-  w12_matmul.partial_sums, implementation="interpret", tile=TILE
+  w12_matmul.matmul,
+  out_dtype=jnp.float32,
+  implementation="interpret",
+  tile=TILE,
 )
 
 
 def packed(matrix: np.ndarray) -> W12Array:
   return w12_array.tile(jax.tree.map(jnp.asarray, w12.encode(matrix)))
-
-
-def product(x: jax.Array, w: W12Array) -> jax.Array:
-  """In float32, rows that pad left out."""
-  return w12_matmul.finish(
-    interpreted(x, w), x, w, out_dtype=jnp.float32, implementation="interpret"
-  )
 
 
 def rows(n: int, width: int) -> jax.Array:
@@ -65,7 +62,7 @@ class ProductTest(parameterized.TestCase):
   )
   def test_against_float64(self, n, high, width):
     matrix, x = hard(high, width), rows(n, width)
-    found = product(x, packed(matrix))
+    found = interpreted(x, packed(matrix))
     self.assertEqual(found.dtype, jnp.float32)
     expected = np.asarray(x, np.float64) @ matrix.astype(np.float64).T
     # Sum by sum: one row holds an outlier, another tiny numbers.
@@ -79,7 +76,7 @@ class ProductTest(parameterized.TestCase):
     matrix = w12_matrices.gaussian(64, 64)
     matrix[3, 4], matrix[5, 6], matrix[5, 7] = np.inf, np.nan, -np.inf
     x = rows(2, 64)
-    found = np.asarray(product(x, packed(matrix)))
+    found = np.asarray(interpreted(x, packed(matrix)))
     np.testing.assert_array_equal(
       found[:2, 3], np.inf * np.sign(np.asarray(x, np.float32)[:, 4])
     )
@@ -110,9 +107,7 @@ class ProductTest(parameterized.TestCase):
   def test_view(self):
     matrix, x = hard(64, 128), rows(16, 128)
     w = packed(matrix)
-    parts = interpreted(x, w, view=True)
-    self.assertLen(parts, TILE.parts(w.lanes, 2))
-    found = np.asarray(w12_matmul.sum_parts(parts), np.float64)
+    found = np.asarray(interpreted(x, w, view=True), np.float64)
     view = np.asarray(w12_array.decode_view(w), np.float64)
     expected = np.asarray(x, np.float64) @ view.T
     scale = magnitude(x, view)
@@ -129,36 +124,45 @@ class ProductTest(parameterized.TestCase):
     self.assertGreater(counts.max(), w12_matmul.LIST_ENTRIES)
     self.assertEqual(counts.min(), 0)
     x = rows(8, 256)
+    zeros = jnp.zeros_like(w.low)
+    alone = dataclasses.replace(w, view01=zeros, view23=zeros, low=zeros)
     listed = np.where(
       np.asarray(w12_array.codes(w))[:64] & 0x7FF, 0, matrix.astype(np.float64)
     )
     expected = np.asarray(x, np.float64) @ listed.T
-    found = w12_matmul.finish(
-      jnp.zeros((2, 8, 64), jnp.float32), x, w,
-      out_dtype=jnp.float32, implementation="interpret",
-    )  # fmt: skip
-    found = np.asarray(found, np.float64)
+    found = np.asarray(interpreted(x, alone), np.float64)
     error = np.abs(found - expected) / magnitude(x, listed)
     self.assertLess(error.max(), 1e-6)
 
-  def test_parts_are_added_in_their_order(self):
-    w = packed(np.zeros((64, 32), ml_dtypes.bfloat16))
-    parts = jnp.zeros((3, 2, 64)).at[:, 1, 5].set(jnp.asarray([1e30, -1e30, 1]))
-    x = rows(2, 32)
-    for out_dtype in (jnp.bfloat16, jnp.float32):
-      found = w12_matmul.finish(
-        parts, x, w, out_dtype=out_dtype, implementation="interpret"
-      )
-      self.assertEqual(found.dtype, out_dtype)
-      self.assertEqual(found[1, 5], 1)
-      self.assertEqual(np.count_nonzero(found), 1)
+  @parameterized.parameters(1, 2, 3, 7, 12, 40)
+  def test_any_number_of_programs(self, programs):
+    """They begin and end anywhere among three groups of four tiles."""
+    matrix, x = hard(180, 256), rows(5, 256)
+    tile = w12_matmul.Tile(lanes=16, programs=programs)
+    found = np.asarray(interpreted(x, packed(matrix), tile=tile), np.float64)
+    expected = np.asarray(x, np.float64) @ matrix.astype(np.float64).T
+    error = np.abs(found - expected) / magnitude(x, matrix)
+    self.assertLess(error.max(), 1e-6)
 
-  @parameterized.parameters(
-    (1280, 272, 13), (8704, 80, 2), (62080, 80, 1), (64, 5, 5), (8, 3, 3)
+  @parameterized.product(
+    groups=(1, 3, 40), steps=(1, 5, 80), programs=(1, 7, 132, 528)
   )
-  def test_parts(self, lanes, steps, expected):
-    """About as many programs as are asked for, none without columns."""
-    self.assertEqual(w12_matmul.Tile().parts(lanes, steps), expected)
+  def test_shares(self, groups, steps, programs):
+    """Every unit has the owner that begins and ends around it."""
+    units = groups * steps
+    shares = w12_matmul._Shares(groups, steps, min(programs, units))
+    owner = np.asarray([shares.owner(unit) for unit in range(units)])
+    begin = np.asarray([shares.begin(i) for i in range(shares.programs + 1)])
+    sizes = np.diff(begin)
+    self.assertLessEqual(sizes.max() - sizes.min(), 1)
+    np.testing.assert_array_equal(
+      owner, np.repeat(np.arange(shares.programs), sizes)
+    )
+    owners = [
+      len(set(owner[g * steps : (g + 1) * steps])) for g in range(groups)
+    ]
+    self.assertEqual([shares.owners(g) for g in range(groups)], owners)
+    self.assertEqual(shares.parts, max(owners))
 
   @parameterized.parameters("reference", "interpret")
   def test_rounds_once(self, implementation):
