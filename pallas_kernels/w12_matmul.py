@@ -4,10 +4,8 @@ Weights are the left operand of the tensor cores, so that what a thread decodes
 never leaves its registers; four rows share every lane that is loaded. All
 programs run at once and have the same share of the work: a run of tiles that
 may begin and end amid the columns of some lanes; what they sum up there lies
-apart. A second kernel adds it in a fixed order and applies the sparse lists:
-entries times their columns of x, and a matrix that says whose row each is, are
-a small product of its own. (In the first one they would wait for memory that
-is busy, and hold registers.)
+apart. A second kernel adds it in a fixed order and applies the sparse lists.
+(In the first one they would wait for memory that is busy, and hold registers.)
 """
 
 import dataclasses
@@ -35,14 +33,19 @@ class Tile:
   Attributes:
     lanes: of a program, part of a tile of the planes; each holds four rows.
     num_warps, num_stages: of Triton.
-    programs: that share the matrix: a multiple of what the card has of
-      multiprocessors, no more than it can hold at once.
+    programs: that share the matrix, or about as many: a multiple of what the
+      card has of multiprocessors, no more than it can hold at once.
   """
 
   lanes: int = 32
   num_warps: int = 2
   num_stages: int = 3
   programs: int = 528
+
+
+ALIGN = 0.07
+"""How far the number of programs may be from the one asked for, so that none
+has lanes of two groups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,11 @@ class _Shares:
   def of(cls, w: W12Array, tile: Tile) -> "_Shares":
     steps = w.low.shape[1]
     groups = pl.cdiv(w.lanes, tile.lanes)
-    return cls(groups, steps, min(tile.programs, groups * steps))
+    # A program that stays in one group has one pipeline to fill and to drain.
+    whole = groups * round(tile.programs / groups)
+    near = abs(whole - tile.programs) <= ALIGN * tile.programs
+    programs = whole if near else tile.programs
+    return cls(groups, steps, min(programs, groups * steps))
 
   def begin(self, program):
     """First unit of a program."""
@@ -96,10 +103,11 @@ TILES = {n: Tile() for n in (8, 16, 32)} | {
 }
 """By rows of x."""
 
-LIST_ROWS, LIST_ENTRIES, LIST_N = 32, 64, 8
-"""Of the second kernel: rows of W and of x of a program, entries of a step. A
-program waits three or four times for memory, so it is small and there are
-many."""
+FINISH_ROWS, FINISH_N = 32, 16
+"""Rows of W and of x that a program of the second kernel has at most. It waits
+three times for memory, so it is small and there are many."""
+ENTRIES = 4
+"""Of each row's list that such a program applies at a time."""
 
 
 def matmul(
@@ -170,13 +178,15 @@ def matmul(
     ),
     name="w12_view" if view else "w12_matmul",
   )(x, w.base, *planes)
-  rows = w.shape[0]
+  rows, few = w.shape[0], min(rows_of(n), FINISH_N)
   return call(
-    functools.partial(_finish, shares=shares, lanes=tile.lanes),
-    grid=(pl.cdiv(rows, LIST_ROWS), pl.cdiv(n, LIST_N)),
+    functools.partial(_finish, shares=shares, lanes=tile.lanes, few=few),
+    grid=(pl.cdiv(rows, FINISH_ROWS), pl.cdiv(n, few)),
     in_specs=[anywhere] * (2 + len(lists)),
     out_shape=jax.ShapeDtypeStruct((n, rows), out_dtype),
-    compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+    compiler_params=pltriton.CompilerParams(
+      num_warps=pl.cdiv(few, 8), num_stages=1
+    ),
     name="w12_finish",
   )(parts, x, *lists)
 
@@ -272,61 +282,50 @@ def _store(out_ref, part, first, total, live):
   pltriton.store(place, total, mask=mask)
 
 
-def _finish(parts_ref, x_ref, *refs, shares, lanes):
+def _finish(parts_ref, x_ref, *refs, shares, lanes, few):
   """Adds parts in their order, then what the lists make of x."""
   list_refs, out_ref = refs[:-1], refs[-1]
   n, rows = out_ref.shape
-  first = pl.program_id(0) * LIST_ROWS
-  row = first + jnp.arange(LIST_ROWS)
+  row = pl.program_id(0) * FINISH_ROWS + jnp.arange(FINISH_ROWS)
+  each = pl.program_id(1) * few + jnp.arange(few)
   live = row < rows
-  each = pl.program_id(1) * LIST_N + jnp.arange(LIST_N)
   wanted = (each < n)[:, None] & live[None, :]
   # Of the parts, only what was summed up has been written.
   owners = shares.owners(row % (parts_ref.shape[2] // 4) // lanes)
-  total = jnp.zeros((LIST_N, LIST_ROWS), jnp.float32)
+  total = jnp.zeros((few, FINISH_ROWS), jnp.float32)
   for part in range(parts_ref.shape[0]):
     place = parts_ref.at[part, each[:, None], row[None, :]]
     written = wanted & (part < owners)[None, :]
     total += pltriton.load(place, mask=written, other=0)
   if list_refs:
-    total += _listed(x_ref, list_refs, first, live, each).T
+    total = _apply_lists(x_ref, list_refs, row, live, each, total)
   place = out_ref.at[each[:, None], row[None, :]]
   pltriton.store(place, total.astype(out_ref.dtype), mask=wanted)
 
 
-def _listed(x_ref, list_refs, first, live, each):
-  """What the lists of rows from `first` on add: [rows of W, rows of x]."""
+def _apply_lists(x_ref, list_refs, row, live, each, total):
+  """Adds what the lists of rows of W make of rows `each` of x."""
   start_ref, column_ref, value_ref = list_refs
-  n = x_ref.shape[0]
-  begin = start_ref[first]
-  end = pltriton.load(
-    start_ref.at[first + 1 + jnp.arange(LIST_ROWS)], mask=live, other=0
-  )
-  last = jnp.max(end)
-  end = jnp.where(live, end, last)
+  start = pltriton.load(start_ref.at[row], mask=live, other=0)
+  end = pltriton.load(start_ref.at[row + 1], mask=live, other=0)
 
-  def entries(i, listed):
-    at = begin + i * LIST_ENTRIES + jnp.arange(LIST_ENTRIES)
-    real = at < last
-    column = pltriton.load(column_ref.at[at], mask=real, other=0)
-    value = pltriton.load(value_ref.at[at], mask=real, other=0)
-    mask = real[:, None] & (each < n)[None, :]
-    x = pltriton.load(
-      x_ref.at[each[None, :], column[:, None]], mask=mask, other=0
-    )
-    # As many rows end before an entry as stand above its own.
-    own = (end[:, None] <= at[None, :]).astype(jnp.int32).sum(axis=0)
-    own = (own[None, :] == jnp.arange(LIST_ROWS)[:, None]) & real[None, :]
-    value = jnp.broadcast_to(value[None, :], own.shape)
-    value = jnp.where(own, value, jnp.zeros((), value.dtype))
-    return listed + jnp.dot(value, x, preferred_element_type=jnp.float32)
+  def entries(i, total):
+    # Side by side, so that they wait for memory together.
+    for entry in range(ENTRIES):
+      at = start + i * ENTRIES + entry
+      real = at < end
+      column = pltriton.load(column_ref.at[at], mask=real, other=0)
+      value = pltriton.load(value_ref.at[at], mask=real, other=0)
+      real = real[None, :] & (each < x_ref.shape[0])[:, None]
+      place = x_ref.at[each[:, None], column[None, :]]
+      x = pltriton.load(place, mask=real, other=0)
+      product = x.astype(jnp.float32) * value.astype(jnp.float32)[None, :]
+      # What is no entry adds nothing, not even a NaN.
+      total += jnp.where(real, product, 0.0)
+    return total
 
-  return lax.fori_loop(
-    0,
-    pl.cdiv(last - begin, LIST_ENTRIES),
-    entries,
-    jnp.zeros((LIST_ROWS, LIST_N), jnp.float32),
-  )
+  longest = jnp.max(end - start)
+  return lax.fori_loop(0, pl.cdiv(longest, ENTRIES), entries, total)
 
 
 def _unpack(q, *parts):
