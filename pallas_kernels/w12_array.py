@@ -206,21 +206,25 @@ def take(w: W12Array, rows: Int[Array, " N"]) -> BFloat16[Array, "N I"]:
   low = (lanes_of(w.low) >> (4 * quarter)[:, None]) & 15
   dense = bits((byte << 4) | low, w.base[rows][:, None].astype(jnp.int32))
   start, end = w.row_start[rows], w.row_start[rows + 1]
+  # As many as a row can have, and no loop: a step with one is launched kernel
+  # by kernel on a GPU.
+  at = start[:, None] + jnp.arange(w.shape[1], dtype=jnp.int32)
+  here = at < end[:, None]
+  at = jnp.minimum(at, w.columns.size - 1)
+  column = jnp.where(here, w.columns[at], w.shape[1])
   # Patterns, not numbers, are gathered: a NaN keeps its payload.
-  values = lax.bitcast_convert_type(w.values, jnp.uint16)
-
-  def entry(i, dense):
-    at = start + i
-    column = jnp.where(at < end, w.columns[at], w.shape[1])
-    places = jnp.arange(rows.size), column
-    return dense.at[places].set(values[at], mode="drop")
-
-  longest = jnp.max(end - start, initial=0)
-  dense = lax.fori_loop(0, longest, entry, dense)
+  values = lax.bitcast_convert_type(w.values, jnp.uint16)[at]
+  places = jnp.arange(rows.size)[:, None], column
+  dense = dense.at[places].set(values, mode="drop")
   return lax.bitcast_convert_type(dense, jnp.bfloat16)
 
 
 def _rows_of_entries(w: W12Array) -> Int32[Array, " n"]:
   """Behind the end of the last row stands one that there is not."""
-  at = jnp.arange(w.columns.size, dtype=jnp.int32)
-  return jnp.searchsorted(w.row_start, at, side="right") - 1
+  count, size = w.row_start.size - 1, w.columns.size
+  rows = jnp.repeat(
+    jnp.arange(count, dtype=jnp.int32),
+    jnp.diff(w.row_start),
+    total_repeat_length=size,
+  )
+  return jnp.where(jnp.arange(size) < w.row_start[-1], rows, count)

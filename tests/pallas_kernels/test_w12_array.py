@@ -90,6 +90,36 @@ class W12ArrayTest(parameterized.TestCase):
     np.testing.assert_array_equal(bits(found), bits(expected))
     self.assertEqual(take(w, jnp.zeros(0, jnp.int32)).shape, (0, 64))
 
+  @parameterized.parameters((1, 1), (9, 64), (70, 96), (257, 200), (300, 128))
+  def test_tiles(self, high, width):
+    matrix = w12_matrices.every_pattern(high, width)
+    w = on_device(matrix)
+    tiled = w12_array.tile(w)
+    self.assertTrue(tiled.tiled)
+    self.assertIs(w12_array.tile(tiled), tiled)
+    self.assertEqual(tiled.low.shape[2:], w12_array.tile_shape(w.lanes, width))
+    leaves = jax.tree.leaves(w12_array.untile(tiled))
+    for found, expected in zip(leaves, jax.tree.leaves(w), strict=True):
+      # Bytes: a NaN is not equal to itself.
+      self.assertEqual(found.tobytes(), expected.tobytes())
+    np.testing.assert_array_equal(bits(decode(tiled)), bits(matrix))
+    np.testing.assert_array_equal(
+      bits(decode_view(tiled)), bits(decode_view(w))
+    )
+    rows = jnp.arange(high)[:: max(1, high // 50)]
+    np.testing.assert_array_equal(bits(take(tiled, rows)), bits(matrix[rows]))
+
+  def test_no_loops(self):
+    """What a step runs is one graph on a GPU only without them."""
+    w = w12_array.tile(on_device(w12_matrices.gaussian(64, 64)))
+    rows = jnp.zeros(3, jnp.int32)
+    for lowered in (
+      jax.jit(w12_array.take).lower(w, rows),
+      jax.jit(w12_array.decode).lower(w),
+      jax.jit(w12_array.decode_view).lower(w),
+    ):
+      self.assertNotIn("stablehlo.while", lowered.as_text())
+
   def test_fill_is_dropped(self):
     """Whatever stands behind the end of the last row."""
     matrix = w12_matrices.adversarial()["one_far"]
