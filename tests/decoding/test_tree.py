@@ -343,26 +343,28 @@ class TreeTest(parameterized.TestCase):
 
 
 def test_limits_compile_once():
-  case = lattice(0, conditional=True)
   traces = []
 
-  def build(*args, **settings):
-    traces.append(1)
-    return tree_lib.best_first(*args, nodes=16, **settings)
-
-  compiled = jax.jit(build, static_argnames=("valid_vocab",))
-  tokens, scores, order, _ = case
-  for count, depth, drafts, anchor in ((15, 15, 15, 1), (3, 2, 9, 2)):
-    compiled(
-      np.int32(anchor),
+  @jax.jit
+  def limited(anchor, tokens, scores, order, count, depth, drafts):
+    traces.append(None)
+    return tree_lib.best_first(
+      anchor,
       tokens,
       scores,
-      np.int32(count),
-      valid_vocab=VOCAB,
+      count,
       order=order,
-      depth=np.int32(depth),
-      drafts=np.int32(drafts),
+      nodes=16,
+      valid_vocab=VOCAB,
+      depth=depth,
+      drafts=drafts,
     )
+
+  tokens, scores, order, _ = lattice(0, conditional=True)
+  for numbers in ((1, 15, 15, 15), (2, 3, 2, 9), (3, 15, 0, 0)):
+    anchor, count, depth, drafts = map(np.int32, numbers)
+    tree = limited(anchor, tokens, scores, order, count, depth, drafts)
+    assert tree.tokens[0] == anchor and tree.count <= 1 + drafts
   assert len(traces) == 1
 
 
