@@ -87,6 +87,8 @@ class Settings:
           f"--set={','.join(idle)} needs a drafter, not 'none': without one"
           " decoding is autoregressive"
         )
+    if self.options is not None:
+      self.options.check_temperature(self.sampling.temperature)
     if not self.prompt_sets:
       raise SpecPilotError("prompts must name at least one set or file")
     for field, lowest in (

@@ -194,7 +194,7 @@ def _profiled(
   """
   request = session.request(sampling)
   lowered = session.step.lower(session.params, session.start(tokens), request)
-  out: dict[str, Any] = {"nodes": 1 + session.num_drafts} | _traced(
+  out: dict[str, Any] = {"nodes": session.policy.nodes} | _traced(
     lowered.compile(), session, tokens, request
   )
   activities, names = kernels.from_columns(out["kernels"])
@@ -216,9 +216,7 @@ def _traced(
   jax.block_until_ready(carry)
   first = int(carry.target.length)
   # No step may end the request: an ended one commits nothing.
-  room = (
-    session.capacity - first - (PROFILED_STEPS + 1) * (1 + session.num_drafts)
-  )
+  room = session.capacity - first - (PROFILED_STEPS + 1) * session.policy.path
   steps = PROFILED_STEPS if room >= 0 else max(1, _fitting(session, first))
 
   def run():
@@ -238,7 +236,7 @@ def _traced(
 
 def _fitting(session: Session, length: int) -> int:
   """Steps that surely fit behind `length` tokens."""
-  return (session.capacity - length) // (1 + session.num_drafts) - 1
+  return (session.capacity - length) // session.policy.path - 1
 
 
 def trace(run: Callable[[], None]) -> list[kernels.Kernel]:
@@ -262,7 +260,7 @@ def _separately(
   carry, request = session.start(tokens), session.request(sampling)
   classes, step_us = separate.Parts(session, carry, request).classes_us()
   return {
-    "nodes": 1 + session.num_drafts,
+    "nodes": session.policy.nodes,
     "context": len(tokens) - 1,
     "step_alone_us": step_us,
     "classes_us": classes,

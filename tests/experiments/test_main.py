@@ -291,6 +291,11 @@ BAD = (
     "--set=num_drafts needs a drafter",
   ),
   (["--set=weights=int8"], "weights='int8'"),
+  (
+    ["--set=tree=best_first,acceptance=rejection", "--temperature=1"],
+    "acceptance=rejection at temperature 1 is for chains",
+  ),
+  (["--drafter=none", "--set=tree=marginal"], "--set=tree needs a drafter"),
   (["--set=weights=w12"], "are not bfloat16 ones"),
   (["--systems=ar,best"], "'best'"),
   (["--systems=ar,ar"], "once"),
