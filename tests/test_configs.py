@@ -115,7 +115,8 @@ class SystemTest(ConfigTestCase):
     for value in (0, -1):
       self.refused(f"{name} must be at least 1", SystemConfig,
                    **{name: value})  # fmt: skip
-    system = dataclasses.replace(SystemConfig(), **{name: 3})
+    settings: dict[str, Any] = {name: 3}
+    system = SystemConfig(**settings)
     self.assertEqual(getattr(system, name), 3)
 
   def test_largest_tree(self):

@@ -62,6 +62,7 @@ class StepResult:
 
   tokens: tuple[int, ...]
   drafted: int
+  depth: int
   accepted: int
   stopped: bool
   exhausted: bool
@@ -339,6 +340,7 @@ class Engine:
         result = StepResult(
           tokens=tuple(int(t) for t in out.tokens[: int(out.count)]),
           drafted=int(out.drafted),
+          depth=int(out.depth),
           accepted=int(out.accepted),
           stopped=bool(out.stopped),
           exhausted=bool(out.exhausted),
@@ -380,7 +382,7 @@ class Engine:
     if sampling.stop and self.tokenizer is None:
       raise SpecPilotError("stop strings need a tokenizer")
     started = time.perf_counter()
-    emitted, drafted, accepted = [], [], []
+    emitted, drafted, depths, accepted = [], [], [], []
     cut_steps, ttft, now = 0, float("nan"), started
     new: list[int] = []
     text = ""
@@ -416,6 +418,7 @@ class Engine:
             break
         emitted.append(len(new))
         drafted.append(result.drafted)
+        depths.append(result.depth)
         accepted.append(result.accepted)
         cut_steps += len(new) != result.accepted + 1
         shown.append(text)
@@ -441,6 +444,7 @@ class Engine:
         e2e_ms=1e3 * (now - started),
         emitted_per_step=tuple(emitted),
         drafted_per_step=tuple(drafted),
+        depth_per_step=tuple(depths),
         accepted_per_step=tuple(accepted),
         cut_steps=cut_steps,
       ),

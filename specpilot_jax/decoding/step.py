@@ -60,6 +60,7 @@ class StepOutput:
   tokens: Int[Array, " N"]
   count: Int[Array, ""]
   drafted: Int[Array, ""]
+  depth: Int[Array, ""]  # drafts of the longest path of the pass
   accepted: Int[Array, ""]  # before a stop or the limit cut the run
   stopped: Bool[Array, ""]
   exhausted: Bool[Array, ""]
@@ -88,6 +89,7 @@ class _Verified:
 
   tokens: Int[Array, " N"]
   count: Int[Array, ""]
+  depth: Int[Array, ""]
   taps: Float[Array, "N L D"]
   stash: tuple[state_lib.LayerStash, ...]
   acceptance: accept.Acceptance
@@ -242,6 +244,7 @@ class StepFns:
       tokens=acceptance.emitted,
       count=count,
       drafted=seen.count - 1,
+      depth=seen.depth,
       accepted=acceptance.accepted,
       stopped=cut.stopped,
       exhausted=cut.exhausted,
@@ -328,15 +331,15 @@ class StepFns:
         logits, request.sampling, self.features, position + nodes.depth + 1
       )
       acceptance = accept.match(nodes, choices)
+    exists = jnp.arange(size) < count
     verified = _Verified(
       tokens=nodes.tokens,
       count=count,
+      depth=jnp.where(exists, nodes.depth, 0).max(),
       taps=out.taps,
       stash=out.stash,
       acceptance=acceptance,
-      healthy=~jnp.any(
-        jnp.isnan(logits).any(axis=-1) & (jnp.arange(size) < count)
-      ),
+      healthy=~jnp.any(jnp.isnan(logits).any(axis=-1) & exists),
     )
     return _pad_nodes(verified, size, pad_to)
 

@@ -467,6 +467,7 @@ class Comparison:
 
   accepted: list[int]
   drafted: list[int]
+  depths: list[int]
   emitted: list[int]
   worst: dict[str, float]
 
@@ -489,11 +490,12 @@ def compare(
     Mismatch: at the first difference.
   """
   tokens: list[int] = []
-  done = Comparison([], [], [], {})
+  done = Comparison([], [], [], [], {})
   for carry, result in engine.steps(reference.prompt, reference.sampling):
     tokens += result.tokens
     done.accepted.append(result.accepted)
     done.drafted.append(result.drafted)
+    done.depths.append(result.depth)
     done.emitted.append(len(result.tokens))
     step = f"step {len(done.emitted)}, {len(tokens)} tokens"
     if tuple(tokens) != reference.tokens[: len(tokens)]:
