@@ -32,7 +32,8 @@ class Recording:
     looped: whether the output ended as a loop.
     prompt_length: tokens of the prompt.
     output: its n tokens, int32.
-    tokens: candidate ids, best first [n, slots, candidates], int32.
+    tokens: candidate ids [n, slots, candidates], int32; best first unless there
+      is a parent axis.
     scores: their log-probabilities up to a constant per slot, float16; -inf
       where there is no candidate. [n, slots, candidates], or
       [n, slots, candidates, candidates] where the drafter conditions on the
@@ -87,24 +88,35 @@ class Recording:
 
 def rank(
   tokens: np.ndarray, scores: np.ndarray, valid_vocab: int
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
   """Sorts candidates by score, lowest id first on ties, and drops strangers.
 
   Args:
-    tokens, scores: [..., candidates], any float dtype.
+    tokens: [n, slots, candidates].
+    scores: the same shape, or [n, slots, candidates, candidates] with the
+      parent on axis 2; any float dtype, NaN where there is no candidate.
     valid_vocab: ids below it exist; others get the score -inf.
 
   Returns:
-    tokens int32 and scores float16, best first.
+    Tokens, scores and order as a `Recording` has them.
   """
-  scores = np.where((tokens >= 0) & (tokens < valid_vocab), scores, -np.inf)
-  at = np.lexsort((tokens, -scores), axis=-1)
-  tokens = np.take_along_axis(tokens, at, axis=-1).astype(np.int32)
+  ids, conditional = tokens, scores.ndim == tokens.ndim + 1
+  if conditional:
+    ids = np.broadcast_to(tokens[..., None, :], scores.shape)
+  exists = (ids >= 0) & (ids < valid_vocab) & (scores > -np.inf)
+  if conditional:
+    # Before the first slot stands the anchor alone.
+    exists[:, 0, 1:] = False
+  scores = np.where(exists, scores, -np.inf)
+  at = np.lexsort((ids, -scores), axis=-1)
   ordered = np.take_along_axis(scores, at, axis=-1)
   # Below float16's range is not "no candidate".
   low = np.finfo(np.float16).min
   ordered = np.where(ordered == -np.inf, ordered, np.maximum(ordered, low))
-  return tokens, ordered.astype(np.float16)
+  ordered = ordered.astype(np.float16)
+  if conditional:
+    return tokens.astype(np.int32), ordered, at.astype(np.uint8)
+  return np.take_along_axis(tokens, at, axis=-1).astype(np.int32), ordered, None
 
 
 def save(path: Path, recordings: Sequence[Recording]) -> None:

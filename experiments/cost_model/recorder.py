@@ -187,7 +187,7 @@ class Session:
       parts.append(jax.tree.map(lambda x, n=taken: x[:n], lattice))
       at += taken
     parts = jax.device_get(parts)
-    tokens, scores = lattices.rank(
+    tokens, scores, order = lattices.rank(
       np.concatenate([p.tokens for p in parts]),
       np.concatenate([p.scores for p in parts]),
       self.target.config.valid_vocab,
@@ -199,7 +199,7 @@ class Session:
       output=np.asarray(output, np.int32),
       tokens=tokens,
       scores=scores,
-      order=None,
+      order=order,
       counts=np.concatenate([p.count for p in parts]).astype(np.int16),
     )
 

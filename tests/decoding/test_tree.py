@@ -52,7 +52,7 @@ def lattice(seed, *, conditional, step=None, slots=SLOTS, missing=0.2):
   return tokens, np.take_along_axis(scores, order, axis=-1), None, count
 
 
-def oracle(tokens, scores, order, count, *, nodes, depth=None):
+def oracle(tokens, scores, order, count, *, nodes, depth=None, blind=False):
   """The heap's tree over a lattice, sums in float32."""
   recording = lattices.Recording(
     request="r",
@@ -64,7 +64,7 @@ def oracle(tokens, scores, order, count, *, nodes, depth=None):
     order=None if order is None else order[None],
     counts=np.asarray([count], np.int16),
   )
-  policy = replay.BestFirst(nodes, depth=depth, single=True)
+  policy = replay.BestFirst(nodes, depth=depth, single=True, blind=blind)
   return policy.build(recording, 0)
 
 
@@ -283,6 +283,7 @@ class TreeTest(parameterized.TestCase):
       np.testing.assert_array_equal(blind_ids[there], ids[there])
       tree = device(blind_ids, blind_scores, None, count, nodes=33)
       check(tree, oracle(ids, flat, None, count, nodes=33))
+      check(tree, oracle(*case, nodes=33, blind=True))
       aware = device(*case, nodes=33)
       differ += live(tree) != live(aware)
       length = 1 + sum(
