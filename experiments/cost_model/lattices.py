@@ -42,6 +42,8 @@ class Recording:
     order: with a parent axis, the candidate (a place on the last axis of
       `tokens`) that has each rank, uint8; else None.
     counts: slots that hold a draft [n], int16.
+    limit: tokens that the request might emit at most. Near it a pass has no
+      path behind it, and nodes to spare for siblings. 0 where it is not known.
   """
 
   request: str
@@ -52,6 +54,7 @@ class Recording:
   scores: np.ndarray
   order: np.ndarray | None
   counts: np.ndarray
+  limit: int = 0
 
   def __post_init__(self):
     def require(good, what):
@@ -72,6 +75,7 @@ class Recording:
       require((self.order < candidates).all(), "order names no candidate")
     require(self.scores.shape == shape, f"scores of shape {self.scores.shape}")
     require(not np.isnan(self.scores).any(), "a score is NaN")
+    require(self.limit == 0 or self.limit >= n, f"limit {self.limit} below {n}")
     require(
       self.counts.shape == (n,)
       and ((self.counts >= 0) & (self.counts <= slots)).all(),
@@ -84,6 +88,11 @@ class Recording:
   @property
   def num_slots(self) -> int:
     return self.tokens.shape[1]
+
+  def depth(self, position: int) -> int:
+    """Drafts of a path at most at a position: slots, and what is left."""
+    slots = int(self.counts[position])
+    return min(slots, self.limit - position - 1) if self.limit else slots
 
 
 def rank(
@@ -131,6 +140,7 @@ def save(path: Path, recordings: Sequence[Recording]) -> None:
     "looped": np.asarray([r.looped for r in recordings]),
     "prompt_lengths": np.asarray([r.prompt_length for r in recordings]),
     "lengths": np.asarray([len(r) for r in recordings]),
+    "limits": np.asarray([r.limit for r in recordings]),
     "output": np.concatenate([r.output for r in recordings]),
     "tokens": _narrow(np.concatenate([r.tokens for r in recordings])),
     "scores": np.concatenate([r.scores for r in recordings]),
@@ -183,6 +193,7 @@ def load(path: Path) -> list[Recording]:
 
 def _split(arrays: dict[str, np.ndarray]) -> Iterator[Recording]:
   ends = np.cumsum(arrays["lengths"])
+  limits = arrays.get("limits", np.zeros_like(ends))
   for i, end in enumerate(ends):
     part = slice(end - arrays["lengths"][i], end)
     yield Recording(
@@ -194,4 +205,5 @@ def _split(arrays: dict[str, np.ndarray]) -> Iterator[Recording]:
       scores=arrays["scores"][part],
       order=arrays["order"][part] if "order" in arrays else None,
       counts=arrays["counts"][part],
+      limit=int(limits[i]),
     )

@@ -55,6 +55,7 @@ class Session:
     self.params: Any = (params, drafter.params if drafter else ())
     system = SystemConfig() if system is None else system
     self.policy = policy = Policy.of(system, drafter)
+    self.max_seq_len = max_seq_len
     self.chunk = min(prefill_chunk, max_seq_len)
     self.capacity = max_seq_len + max(self.chunk, policy.path)
     self.fns = step_lib.StepFns(
@@ -158,11 +159,14 @@ class Session:
     emitted: Sequence[int],
     *,
     looped: bool,
+    max_tokens: int | None = None,
   ) -> lattices.Recording:
     """The lattices along an output, on the host.
 
     Args:
       emitted: tokens of each pass of the run that wrote the output.
+      looped: whether the output ended as a loop.
+      max_tokens: that the request asked for; None where it is not known.
 
     Raises:
       SpecPilotError: passes that do not make up the output, or one of more
@@ -201,6 +205,7 @@ class Session:
       scores=scores,
       order=order,
       counts=np.concatenate([p.count for p in parts]).astype(np.int16),
+      limit=min(max_tokens or 0, self.max_seq_len - len(prompt)),
     )
 
 
@@ -235,6 +240,7 @@ def record_all(
         record["output_ids"],
         record["metrics"]["emitted_per_step"],
         looped=record["finish_reason"] == metrics.LOOP,
+        max_tokens=record["sampling"]["max_tokens"],
       )
     )
     progress(f"{record['request']}: {len(record['output_ids'])} positions")

@@ -196,8 +196,8 @@ class _Lattice:
     *,
     blind: bool,
   ):
-    slots = int(recording.counts[position])
-    self.slots = slots if depth is None else min(slots, depth)
+    left = recording.depth(position)
+    self.slots = left if depth is None else min(left, depth)
     self.tokens = recording.tokens[position].tolist()
     self.scores = recording.scores[position].astype(np.float64).tolist()
     order = recording.order

@@ -51,20 +51,32 @@ class Policy:
   ) -> "Policy":
     """The policy of a system with a drafter; one node without.
 
+    Raises:
+      SpecPilotError: as `of_slots`.
+    """
+    if drafter is None:
+      return cls(configs.CHAIN, nodes=1, path=1, rows=1)
+    return cls.of_slots(system, drafter.num_slots, drafter.name)
+
+  @classmethod
+  def of_slots(
+    cls, system: configs.SystemConfig, slots: int, name: str
+  ) -> "Policy":
+    """The policy of a system whose drafter offers so many slots.
+
     Every limit of the system is an upper one: the smallest counts.
+
+    Args:
+      name: of the drafter, for errors.
 
     Raises:
       SpecPilotError: a limit beyond what the drafter offers.
     """
-    if drafter is None:
-      return cls(configs.CHAIN, nodes=1, path=1, rows=1)
-    slots = drafter.num_slots
-    for name in ("num_drafts", "tree_depth"):
-      value = getattr(system, name)
+    for field in ("num_drafts", "tree_depth"):
+      value = getattr(system, field)
       if value is not None and value > slots:
         raise SpecPilotError(
-          f"{name}={value} is more than the {slots} that drafter"
-          f" {drafter.name} offers"
+          f"{field}={value} is more than the {slots} that drafter {name} offers"
         )
     depth = min(slots, system.tree_depth or slots)
     limits = [
@@ -75,7 +87,7 @@ class Policy:
       if system.node_budget is not None and system.node_budget > 1 + slots:
         raise SpecPilotError(
           f"node_budget={system.node_budget} is more than the {1 + slots} nodes"
-          f" of a chain of drafter {drafter.name}; a tree may have more"
+          f" of a chain of drafter {name}; a tree may have more"
         )
       nodes = min(n for n in (1 + depth, *limits) if n is not None)
       return cls(system.tree, nodes=nodes, path=nodes, rows=nodes)

@@ -129,9 +129,16 @@ def test_factors_by_hand(run):
   assert out["systems"]["ar"]["overhead_factor"] == pytest.approx(110 / 85)
   assert out["replay"]["stock"]["tau"] == pytest.approx(4 / 3)
   assert out["replay"]["stock"]["steps_agreeing"] == 3
-  by_nodes = {b["nodes"]: b["tau"] for b in out["replay"]["budgets"]}
-  assert by_nodes == {3: pytest.approx(4 / 3), 16: 2, 32: 2, 48: 2, 64: 2}
-  best = max(out["replay"]["budgets"], key=lambda b: b["tau"] / b["floor_us"])
+  trees = out["replay"]["policies"]["best_first"]
+  by_nodes = {b["nodes"]: b["tau"] for b in trees}
+  assert by_nodes == {3: pytest.approx(4 / 3)} | dict.fromkeys(
+    (8, 16, 24, 32, 48, 64, 96), 2
+  )
+  (chain,) = out["replay"]["policies"]["chain"]
+  assert (chain["nodes"], chain["tau"]) == (3, pytest.approx(4 / 3))
+  # This lattice is blind to parents as it is.
+  assert out["replay"]["policies"]["marginal"] == trees
+  best = max(trees, key=lambda b: b["tau"] / b["floor_us"])
   assert out["best_tree"] == best
   assert out["tau_factor"] == pytest.approx(best["tau"] / (4 / 3))
   assert out["kernel_factor"] == pytest.approx(100 / best["floor_us"])

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,6 +244,7 @@ def test_a_sweep_is_a_replay_of_every_budget(conditional):
     for seed in range(3)
   ]
   budgets = (1, 2, 5, 7, 16, 40)
+  settings: dict[str, Any]
   for settings in ({}, {"depth": 3}, {"blind": True}):
     swept = replay.sweep(
       recordings, replay.BestFirst(40, **settings), reversed(budgets)
