@@ -39,9 +39,15 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def _legend(axes) -> None:
-  """Above the plot, where it hides nothing."""
+  """Above the plot, where it hides nothing; as many columns as fit."""
+  _, labels = axes.get_legend_handles_labels()
+  longest = max(map(len, labels), default=0)
   axes.legend(
-    frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9
+    frameon=False,
+    loc="lower left",
+    bbox_to_anchor=(0, 1),
+    ncols=min(4, max(1, 85 // (longest + 8))),
+    fontsize=9,
   )
 
 

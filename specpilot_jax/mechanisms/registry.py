@@ -229,6 +229,33 @@ def parse_options(
   return SystemConfig(**values)
 
 
+def parse_sweep(text: str, base: SystemConfig) -> dict[str, SystemConfig]:
+  """Systems that differ in one option, from `option=value|value|...`.
+
+  Args:
+    text: the option and its values; none from an empty text.
+    base: what the other options are.
+
+  Returns:
+    A system per value, named `option=value`.
+
+  Raises:
+    SpecPilotError: as `parse_options`; a value given twice.
+  """
+  if not text.strip():
+    return {}
+  name, _, values = (part.strip() for part in text.partition("="))
+  kept = {n: v for n, v in changed(base).items() if n != name}
+  out: dict[str, SystemConfig] = {}
+  for value in values.split("|"):
+    setting = f"{name}={value.strip()}"
+    if setting in out:
+      raise SpecPilotError(f"sweep: {setting} is given twice")
+    parts = [f"{n}={v}" for n, v in kept.items()]
+    out[setting] = parse_options(",".join([*parts, setting]))
+  return out
+
+
 def check_together(
   values: Mapping[str, Value], options: Mapping[str, Option]
 ) -> None:

@@ -78,6 +78,15 @@ class RegistryTest(parameterized.TestCase):
       registry.parse_options(text)
     assert "\n" not in str(caught.exception)
 
+  def test_sweep(self):
+    assert registry.parse_sweep("", SystemConfig()) == {}
+    base = SystemConfig(tree="best_first", node_budget=5, weights="w12")
+    assert registry.parse_sweep(" node_budget = 8| 16|default", base) == {
+      "node_budget=8": dataclasses.replace(base, node_budget=8),
+      "node_budget=16": dataclasses.replace(base, node_budget=16),
+      "node_budget=default": dataclasses.replace(base, node_budget=None),
+    }
+
   def test_requires(self):
     options = dict(registry.OPTIONS) | {"acceptance": LAW}
     with self.assertRaisesRegex(SpecPilotError, "requires num_drafts=2"):
