@@ -8,6 +8,7 @@ benchmark that also records lattices and step times for the cost model.
 """
 
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -106,9 +107,16 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   peaks = plan.Peaks(planned)
   peaks.note("weights")
 
-  def engine(drafter, name: str) -> Engine:
+  @functools.cache
+  def prepared(weights: str, plain: bool):
+    """Systems share weights of one form."""
+    return registry.prepare(
+      SystemConfig(weights=weights), model.target, None if plain else drafter
+    )
+
+  def engine(name: str) -> Engine:
     system = settings.system(name)
-    target, drafter = registry.prepare(system, model.target, drafter)
+    target, drafter = prepared(system.weights, name == AR)
     return Engine(
       target,
       drafter=drafter,
@@ -126,12 +134,10 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       sampling=settings.sampling,
       max_seq_len=room,
       prefill_chunk=settings.prefill_chunk,
+      candidate=settings.options,
     )
     measure.check(subject)
-  engines = {
-    name: engine(None if name == AR else drafter, name)
-    for name in settings.systems
-  }
+  engines = {name: engine(name) for name in settings.systems}
   # A calibration that cannot be read or kept is told now, not after the
   # measurement.
   store = forcing.calibration(
@@ -446,8 +452,7 @@ def _cost_model(
   if not records[STOCK] or time.monotonic() > clock.deadline:
     result["notes"].append("the time limit ended the run before the cost model")
     return None
-  systems = sum(bool(records.get(name)) for name in (AR, STOCK))
-  total = len(records[STOCK]) + systems
+  total = len(records[STOCK]) + len(subject.profiled(records))
   try:
     with Progress("profile", total) as progress:
       measure.collect(folder.path, subject, records, progress.advance)

@@ -20,7 +20,7 @@ from experiments import benchmark, devices, prompts, report, settings
 from experiments.metrics import MeasurementError
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
 from specpilot_jax import cli, kernels, loading, sampling_flags
-from specpilot_jax.configs import DTYPES
+from specpilot_jax.configs import DTYPES, SystemConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
@@ -44,6 +44,10 @@ _DRAFTER = flags.DEFINE_string(
 _SET = flags.DEFINE_string(
   "set", "", "Options of the system `candidate`, option=value,option=value: "
   + "; ".join(option.describe() for option in registry.OPTIONS.values()),
+)  # fmt: skip
+_SWEEP = flags.DEFINE_string(
+  "sweep", "", "OPTION=VALUE|VALUE|...: a system for each value, with the"
+  " options of --set beside it.",
 )  # fmt: skip
 _SYSTEMS = flags.DEFINE_list(
   "systems", None, "Of ar, stock, candidate; by default ar, stock where there"
@@ -103,14 +107,20 @@ def read_settings() -> settings.Settings:
       " --flagfile=cpu_smoke.flags"
     )
   options = registry.parse_options(_SET.value) if _SET.value else None
+  sweep = registry.parse_sweep(_SWEEP.value, options or SystemConfig())
   systems = _SYSTEMS.value
   if systems is None:
-    systems = settings.default_systems(_DRAFTER.value, options)
+    systems = settings.default_systems(
+      _DRAFTER.value, options, swept=bool(sweep)
+    )
+  if sweep and settings.CANDIDATE not in systems:
+    options = None  # What the sweep starts from.
   return settings.Settings(
     target=_TARGET.value,
     drafter=_DRAFTER.value,
-    systems=tuple(systems),
+    systems=(*systems, *sweep),
     options=options,
+    sweep=sweep,
     prompt_sets=tuple(_PROMPTS.value),
     num_prompts=_NUM_PROMPTS.value,
     split=_SPLIT.value,

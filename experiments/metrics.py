@@ -7,6 +7,8 @@ Definitions
   *pooled* divides totals, *per request* is the mean over requests.
 * Unconditional rate of position j: passes that accepted j or more drafts over
   all passes. Conditional: over the passes that accepted j - 1 and drafted j.
+  A pass drafts positions as far as its longest path goes: all drafts of a
+  chain, the depth of a tree.
 * Identity: over passes that no stop and no limit cut, tau equals
   1 + the sum of the unconditional rates. It holds because each such pass emits
   its accepted drafts and one token more, which `check_identity` asserts.
@@ -56,6 +58,12 @@ def _steps(records: Sequence[Record], field: str) -> np.ndarray:
   )
 
 
+def _depths(record: Record) -> Sequence[int]:
+  """Positions drafted in each pass; records of chains alone may lack them."""
+  m = record["metrics"]
+  return m.get("depth_per_step", m["drafted_per_step"])
+
+
 def check_identity(record: Record) -> None:
   """Token accounting of one request.
 
@@ -74,8 +82,9 @@ def check_identity(record: Record) -> None:
   emitted = np.asarray(m["emitted_per_step"])
   drafted = np.asarray(m["drafted_per_step"])
   accepted = np.asarray(m["accepted_per_step"])
+  depths = np.asarray(_depths(record))
   require(
-    emitted.size == drafted.size == accepted.size > 0,
+    emitted.size == drafted.size == depths.size == accepted.size > 0,
     "passes differ in number between fields",
   )
   require(
@@ -83,7 +92,7 @@ def check_identity(record: Record) -> None:
     f"{emitted.sum()} tokens emitted, {len(record['output_ids'])} recorded",
   )
   require(
-    ((accepted >= 0) & (accepted <= drafted)).all(),
+    ((accepted >= 0) & (accepted <= depths) & (depths <= drafted)).all(),
     "a pass accepted more than it drafted",
   )
   # Only the last pass may be cut, and then it emits less.
@@ -131,18 +140,22 @@ def acceptance(records: Sequence[Record]) -> dict[str, Any]:
     _steps(records, f"{field}_per_step")
     for field in ("emitted", "drafted", "accepted")
   )
-  longest = int(drafted.max(initial=0))
+  depths = np.concatenate(
+    [np.asarray(_depths(r), np.int64) for r in records]
+    or [np.zeros(0, np.int64)]
+  )
+  longest = int(depths.max(initial=0))
   positions = np.arange(1, longest + 1)
   reached = (accepted[None] >= positions[:, None]).sum(axis=1)
   offered = (
     (accepted[None] >= positions[:, None] - 1)
-    & (drafted[None] >= positions[:, None])
+    & (depths[None] >= positions[:, None])
   ).sum(axis=1)
   whole = emitted == accepted + 1
   tau_whole = _ratio(int(emitted[whole].sum()), int(whole.sum()))
   by_length = {
-    str(d): np.bincount(accepted[drafted == d], minlength=d + 1).tolist()
-    for d in np.unique(drafted).tolist()
+    str(d): np.bincount(accepted[depths == d], minlength=d + 1).tolist()
+    for d in np.unique(depths).tolist()
   }
   passes_with_draft = int((drafted > 0).sum())
   return {

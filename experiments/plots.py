@@ -39,9 +39,15 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def _legend(axes) -> None:
-  """Above the plot, where it hides nothing."""
+  """Above the plot, where it hides nothing; as many columns as fit."""
+  _, labels = axes.get_legend_handles_labels()
+  longest = max(map(len, labels), default=0)
   axes.legend(
-    frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9
+    frameon=False,
+    loc="lower left",
+    bbox_to_anchor=(0, 1),
+    ncols=min(4, max(1, 85 // (longest + 8))),
+    fontsize=9,
   )
 
 
@@ -215,30 +221,56 @@ def classes_and_floors(classes: Mapping[str, Mapping[str, float]]) -> bytes:
   return _png(figure)
 
 
+Points = Mapping[str, Sequence[tuple[int, float]]]
+
+
 def tau_by_nodes(
-  budgets: Sequence[Mapping[str, float]], chain: Mapping[str, float]
+  policies: Mapping[str, Sequence[Mapping[str, float]]], real: Points
 ) -> bytes:
-  """Replayed acceptance length of the best-first tree over its node budget.
+  """Replayed acceptance length over the node budget, and what runs measured.
 
   Args:
-    budgets: `nodes` and `tau` of the tree.
-    chain: the same of stock's chain.
+    policies: `nodes` and `tau` by policy.
+    real: points (nodes, tau) of real runs by policy.
   """
+  return _by_nodes(policies, "tau", "acceptance length", real)
+
+
+def speed_by_nodes(
+  policies: Mapping[str, Sequence[Mapping[str, float]]], real: Points
+) -> bytes:
+  """The same of tokens per second (`tok_s`)."""
+  return _by_nodes(policies, "tok_s", "tokens per second", real)
+
+
+def _by_nodes(policies, field: str, axis: str, real: Points) -> bytes:
   figure, axes = _axes()
-  axes.plot(
-    [b["nodes"] for b in budgets],
-    [b["tau"] for b in budgets],
-    marker="o",
-    markersize=4,
-    color=_COLOURS["candidate"],
-    label="best-first tree",
+  colours = dict(
+    zip(
+      policies,
+      (_COLOURS["stock"], _COLOURS["candidate"], *_OTHERS),
+      strict=False,
+    )
   )
-  axes.plot(
-    chain["nodes"], chain["tau"], "s", color=_COLOURS["stock"], label="chain"
-  )
-  axes.set_xticks([b["nodes"] for b in budgets])
+  ticks = {b["nodes"] for entries in policies.values() for b in entries}
+  for name, entries in policies.items():
+    axes.plot(
+      [b["nodes"] for b in entries],
+      [b[field] for b in entries],
+      marker="o",
+      markersize=4,
+      color=colours[name],
+      label=f"{name}, replayed",
+    )
+  for name, points in real.items():
+    x, y = np.asarray(sorted(points), float).T
+    axes.plot(
+      x, y, "x", markersize=8, color=colours[name], label=f"{name}, measured"
+    )
+    ticks |= set(x)
+  axes.set_xticks(sorted(ticks))
   axes.set_ylim(bottom=0)
   axes.set_xlabel("nodes of a pass, anchor included")
-  axes.set_ylabel("acceptance length, replayed")
+  axes.set_ylabel(axis)
   _legend(axes)
   return _png(figure)

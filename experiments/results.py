@@ -279,7 +279,10 @@ def _check_metrics(metrics: Mapping[str, Any], where: str) -> None:
     require(field, number, "a number from 0 on")
   for field in _COUNTS:
     require(field, count, "a whole number from 0 on")
-  for field in _COUNT_LISTS:
+  lists = _COUNT_LISTS
+  if "depth_per_step" in metrics:  # Records of chains may lack it.
+    lists += ("depth_per_step",)
+  for field in lists:
     require(field, each(count), "a list of whole numbers from 0 on")
   require("itl_ms", each(number), "a list of numbers from 0 on")
   # A single token has none.

@@ -24,8 +24,10 @@ class Settings:
   Attributes:
     target, drafter: names or paths.
     systems: what runs side by side: `ar` decodes without drafts, `stock` is
-      `SystemConfig()`, `candidate` is what `options` describes.
+      `SystemConfig()`, `candidate` is what `options` describes; and those of
+      the sweep.
     options: the candidate; None without one.
+    sweep: more systems by name.
     prompt_sets: names or files, see `experiments.prompts`.
     num_prompts: at most so many of each set; None for all.
     split: `dev`, `sealed` or `all`; None is dev for sets, all for files.
@@ -64,9 +66,10 @@ class Settings:
   requests: Path | None
   card: str | None
   flags: Mapping[str, str]
+  sweep: Mapping[str, SystemConfig] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    known = (AR, STOCK, CANDIDATE)
+    known = (AR, STOCK, CANDIDATE, *self.sweep)
     for name in self.systems:
       if name not in known:
         raise SpecPilotError(
@@ -80,13 +83,20 @@ class Settings:
       raise SpecPilotError(
         "system candidate is what --set describes: give both"
       )
-    if self.options is not None and self.drafter == "none":
-      idle = registry.needs_drafter(self.options)
-      if idle or self.options == SystemConfig():
+    if set(self.sweep) - set(self.systems):
+      raise SpecPilotError("the systems of a sweep all run")
+    described = dict(self.sweep)
+    if self.options is not None:
+      described["--set"] = self.options
+    for name, system in described.items():
+      idle = registry.needs_drafter(system)
+      if self.drafter == "none" and (idle or system == SystemConfig()):
+        what = f"--set={','.join(idle)}" if name == "--set" else name
         raise SpecPilotError(
-          f"--set={','.join(idle)} needs a drafter, not 'none': without one"
-          " decoding is autoregressive"
+          f"{what} needs a drafter, not 'none': without one decoding is"
+          " autoregressive"
         )
+      system.check_temperature(self.sampling.temperature)
     if not self.prompt_sets:
       raise SpecPilotError("prompts must name at least one set or file")
     for field, lowest in (
@@ -111,15 +121,22 @@ class Settings:
     if name == CANDIDATE:
       assert self.options is not None
       return self.options
-    return SystemConfig()
+    return self.sweep.get(name, SystemConfig())
 
 
-def default_systems(drafter: str, options: SystemConfig | None) -> list[str]:
-  """AR, stock where there is a drafter, the candidate where there is one."""
+def default_systems(
+  drafter: str, options: SystemConfig | None, *, swept: bool = False
+) -> list[str]:
+  """AR, stock where there is a drafter, the candidate where there is one.
+
+  Args:
+    swept: whether the options are those that a sweep starts from: then they are
+      no candidate of their own.
+  """
   systems = [AR]
   if drafter != "none":
     systems.append(STOCK)
-  if options is not None:
+  if options is not None and not swept:
     systems.append(CANDIDATE)
   return systems
 

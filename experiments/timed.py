@@ -150,6 +150,7 @@ def _record(output: RequestOutput, itl_ms: list[float]) -> dict[str, Any]:
       "num_accepted_draft_tokens": sum(m.accepted_per_step),
       "emitted_per_step": m.emitted_per_step,
       "drafted_per_step": m.drafted_per_step,
+      "depth_per_step": m.depth_per_step,
       "accepted_per_step": m.accepted_per_step,
       "cut_steps": m.cut_steps,
     },

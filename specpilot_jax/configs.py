@@ -125,6 +125,13 @@ class ModelConfig:
 
 ACCEPTANCE_RULES = ("match", "rejection")
 WEIGHTS = ("bf16", "w12")
+TREES = CHAIN, BEST_FIRST, MARGINAL = ("chain", "best_first", "marginal")
+
+MAX_NODES = 128
+"""Nodes of a verify pass at most."""
+
+DEFAULT_TREE_NODES = 32
+"""Nodes of a tree whose budget is not set."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,34 +144,63 @@ class SystemConfig:
       above 0).
     num_drafts: drafts verified per pass at most; None verifies the drafter's
       whole block.
+    tree: which candidates a pass verifies. `chain`: the drafter's first
+      choices; `best_first`: a tree of the highest scores, each given the node's
+      own parent; `marginal`: the same, blind to parents.
+    node_budget: nodes of a pass at most, the anchor included; None is the
+      whole block for a chain and `DEFAULT_TREE_NODES` for a tree.
+    tree_depth: drafts of a path at most; None is all that the drafter offers.
     weights: `bf16` holds matrices as they were built; `w12` in 12 bits,
       without changing a bit of them.
   """
 
   acceptance: str = "match"
   num_drafts: int | None = None
+  tree: str = CHAIN
+  node_budget: int | None = None
+  tree_depth: int | None = None
   weights: str = "bf16"
 
   def __post_init__(self):
-    if self.weights not in WEIGHTS:
+    for name, known in (
+      ("weights", WEIGHTS),
+      ("acceptance", ACCEPTANCE_RULES),
+      ("tree", TREES),
+    ):
+      value = getattr(self, name)
+      if value not in known:
+        raise SpecPilotError(
+          f"{name} {value!r} is not one of {', '.join(known)}"
+        )
+    for name, hint in (
+      ("num_drafts", " (drafter=none decodes without drafts)"),
+      ("node_budget", ""),
+      ("tree_depth", ""),
+    ):
+      value = getattr(self, name)
+      if value is None:
+        continue
+      if not is_integer(value):
+        raise SpecPilotError(
+          f"{name} must be an integer or None, got {value!r}"
+        )
+      if value < 1:
+        raise SpecPilotError(f"{name} must be at least 1, got {value}{hint}")
+    if (self.node_budget or 0) > MAX_NODES:
       raise SpecPilotError(
-        f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}"
+        f"node_budget must be at most {MAX_NODES}, got {self.node_budget}"
       )
-    if self.acceptance not in ACCEPTANCE_RULES:
+
+  def check_temperature(self, temperature: float) -> None:
+    """Refuses requests that a system does not decode.
+
+    Raises:
+      SpecPilotError: rejection sampling of a tree: its law holds for chains.
+    """
+    if self.acceptance == "rejection" and self.tree != CHAIN and temperature:
       raise SpecPilotError(
-        f"acceptance {self.acceptance!r} is not one of"
-        f" {', '.join(ACCEPTANCE_RULES)}"
-      )
-    if self.num_drafts is None:
-      return
-    if not is_integer(self.num_drafts):
-      raise SpecPilotError(
-        f"num_drafts must be an integer or None, got {self.num_drafts!r}"
-      )
-    if self.num_drafts < 1:
-      raise SpecPilotError(
-        f"num_drafts must be at least 1, got {self.num_drafts} (drafter=none"
-        " decodes without drafts)"
+        f"acceptance=rejection at temperature {temperature:g} is for chains,"
+        f" not for tree={self.tree}; acceptance=match takes any tree"
       )
 
 

@@ -69,6 +69,7 @@ def _prompt_ids(tokenizer) -> list[int]:
 def main() -> None:
   sampling = _SAMPLING()
   system = registry.parse_options(_SET.value)
+  system.check_temperature(sampling.temperature)
   loading.prepare_jax(_DTYPE.value)
   model = loading.load_target(_MODEL.value, _DTYPE.value)
   drafter = loading.make_drafter(

@@ -95,8 +95,18 @@ def _check_size(kernel: str, model: str, field: str, size: int) -> None:
     )
 
 
+GDN_PATH = 32
+"""Nodes of a path at most: `gdn_verify` solves by doubling, as many times as
+make it exact to this depth (DESIGN section 4)."""
+
+
 def check_passes(
-  kernels: Kernels, nodes: int, prefill_chunk: int, weights: str
+  kernels: Kernels,
+  nodes: int,
+  prefill_chunk: int,
+  weights: str,
+  *,
+  path: int = 1,
 ) -> None:
   """Refuses passes that would take the wrong implementation.
 
@@ -104,10 +114,12 @@ def check_passes(
     nodes: of a verify pass at most.
     prefill_chunk: tokens of a pass over prompt or scored text.
     weights: of the target, one of `configs.WEIGHTS`.
+    path: nodes of a root path at most.
 
   Raises:
-    SpecPilotError: more nodes than a kernel takes; chunks of so few tokens
-      that they would be computed by the kernels that scoring is to judge.
+    SpecPilotError: more nodes, or a longer path, than a kernel takes; chunks
+      of so few tokens that they would be computed by the kernels that scoring
+      is to judge.
   """
   limit = max(gdn_verify.TILES)
   if kernels.gdn_verify == "triton":
@@ -116,7 +128,17 @@ def check_passes(
     raise SpecPilotError(
       f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"
     )
+  if kernels.gdn_verify != "reference" and path > GDN_PATH:
+    raise SpecPilotError(
+      f"kernel gdn_verify takes paths of at most {GDN_PATH} nodes, a pass has"
+      f" one of {path}"
+    )
   packed = kernels.w12_matmul != "reference" and weights == "w12"
+  if packed and nodes > w12_matmul.MAX_ROWS:
+    raise SpecPilotError(
+      f"kernel w12_matmul takes at most {w12_matmul.MAX_ROWS} rows, a pass has"
+      f" {nodes} nodes"
+    )
   if packed and prefill_chunk <= w12_matmul.MAX_ROWS:
     raise SpecPilotError(
       f"prefill_chunk must be above {w12_matmul.MAX_ROWS} with the kernel"

@@ -107,14 +107,39 @@ class ModelConfigTest(ConfigTestCase):
 
 
 class SystemTest(ConfigTestCase):
-  def test_num_drafts(self):
+  @parameterized.parameters("num_drafts", "node_budget", "tree_depth")
+  def test_counts(self, name):
     for value in NOT_AN_INTEGER:
-      self.refused("num_drafts must be an integer", SystemConfig,
-                   num_drafts=value)  # fmt: skip
+      self.refused(f"{name} must be an integer", SystemConfig,
+                   **{name: value})  # fmt: skip
     for value in (0, -1):
-      self.refused("num_drafts must be at least 1", SystemConfig,
-                   num_drafts=value)  # fmt: skip
-    self.assertEqual(SystemConfig(num_drafts=3).num_drafts, 3)
+      self.refused(f"{name} must be at least 1", SystemConfig,
+                   **{name: value})  # fmt: skip
+    settings: dict[str, Any] = {name: 3}
+    system = SystemConfig(**settings)
+    self.assertEqual(getattr(system, name), 3)
+
+  def test_largest_tree(self):
+    SystemConfig(node_budget=128)
+    self.refused("node_budget must be at most 128, got 129", SystemConfig,
+                 node_budget=129)  # fmt: skip
+
+  def test_tree(self):
+    for value in (None, "", "best-first", ["chain"]):
+      self.refused("tree .* chain, best_first, marginal", SystemConfig,
+                   tree=value)  # fmt: skip
+
+  def test_rejection_is_for_chains(self):
+    for tree in ("best_first", "marginal"):
+      system = SystemConfig(acceptance="rejection", tree=tree)
+      system.check_temperature(0.0)  # Both rules are the same there.
+      self.refused(
+        f"temperature 0.7 is for chains, not for tree={tree}; .*=match",
+        system.check_temperature,
+        0.7,
+      )
+      SystemConfig(tree=tree).check_temperature(0.7)
+    SystemConfig(acceptance="rejection").check_temperature(0.7)
 
   def test_acceptance(self):
     for value in (None, "", 3, ["match"]):

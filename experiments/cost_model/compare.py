@@ -1,7 +1,7 @@
 """A replayed budget beside a real run of it.
 
 A policy is followed on lattices that were recorded along stock's outputs; a
-system that verifies chains of another length on the same requests says whether
+system that verifies other chains, or trees, on the same requests says whether
 that is what happens. In bfloat16 passes of different size round differently, so
 that some outputs differ: figures over the requests whose outputs are the same
 stand beside those over all.
@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import metrics
-from experiments.cost_model import replay
+from experiments.cost_model import budgets, replay
 from experiments.cost_model.lattices import Recording
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.mechanisms import registry
 
 TAU_AGREES = 0.01
@@ -23,26 +24,34 @@ Record = Mapping[str, Any]
 _SAME = ("prompt_ids", "sampling", "target", "drafter")
 
 
-def drafts_of(record: Record, block: int) -> int | None:
-  """Drafts per pass of a system that replay can follow; None for another.
+def system_of(record: Record) -> SystemConfig | None:
+  """The system that decoded a record; None for one that replay cannot follow.
 
   Args:
     record: one of its requests.
-    block: drafts of the drafter's whole block.
   """
-  drafts = block
+  values: dict[str, Any] = {}
   for name, text in record["options"].items():
     option = registry.OPTIONS.get(name)
     if option is None:
       return None
-    value = option.parse(text)
-    if name == "num_drafts":
-      drafts = block if value is None else int(value)
-    elif name == "acceptance" and not record["sampling"]["temperature"]:
-      continue  # Greedy decoding has one rule.
-    elif value != option.default:
-      return None
-  return drafts
+    values[name] = option.parse(text)
+  if not record["sampling"]["temperature"]:
+    values.pop("acceptance", None)  # Greedy decoding has one rule.
+  system = SystemConfig(**values)
+  return system if system.acceptance == "match" else None
+
+
+def wall_step_us(records: Sequence[Record]) -> float | None:
+  """Measured time of a step: from first to last token, over the steps there.
+
+  None where no request had a second step.
+  """
+  steps = sum(r["metrics"]["num_spec_steps"] - 1 for r in records)
+  spent = sum(
+    r["metrics"]["e2el_ms"] - r["metrics"]["ttft_ms"] for r in records
+  )
+  return 1e3 * spent / steps if steps else None
 
 
 def compare(
@@ -60,14 +69,16 @@ def compare(
     recordings: those lattices; only requests that loop in neither run count.
 
   Returns:
-    `tau` replayed and `tau_measured` over all `requests` and, in `same_output`,
-    over those whose outputs agree, where `steps_agreeing` of `steps` real steps
-    are repeated too. None where replay does not follow the system, or no
-    request is in both runs with the same prompt and sampling settings.
+    `policy` in words, `tree`, `nodes` and `rows` of its passes, `weights`,
+    `step_us` measured; `tau` replayed and `tau_measured` over all `requests`
+    and, in `same_output`, over those whose outputs agree, where
+    `steps_agreeing` of `steps` real steps are repeated too. None where replay
+    does not follow the system, or no request is in both runs with the same
+    prompt and sampling settings.
   """
   by_id = {r["request"]: r for r in records}
   pairs: list[tuple[Recording, Record]] = []
-  block, drafts = 0, None
+  found: SystemConfig | None = None
   for recording in recordings:
     record, own = by_id.get(recording.request), stock[recording.request]
     if record is None or recording.looped:
@@ -76,26 +87,35 @@ def compare(
       continue
     if any(record.get(f) != own.get(f) for f in _SAME):
       continue
-    block = recording.num_slots
-    drafts = drafts_of(record, block)
-    if drafts is None:
+    found = system_of(record)
+    if found is None:
       return None
     pairs.append((recording, record))
-  if not pairs or drafts is None:
+  if not pairs or found is None:
     return None
-  chain = replay.Chain(drafts)
+  slots = pairs[0][0].num_slots
+  shape, policy = budgets.policy_of(found, slots)
   same = [
     (recording, record)
     for recording, record in pairs
     if record["output_ids"] == recording.output.tolist()
   ]
-  out = {"system": system, "drafts": drafts, **_figures(pairs, chain)}
+  out = {
+    "system": system,
+    "policy": budgets.label(found, slots),
+    "tree": found.tree,
+    "nodes": shape.nodes,
+    "rows": shape.rows,
+    "weights": found.weights,
+    "step_us": wall_step_us([record for _, record in pairs]),
+    **_figures(pairs, policy),
+  }
   out["same_output"] = None
   if same:
-    out["same_output"] = _figures(same, chain) | {
+    out["same_output"] = _figures(same, policy) | {
       "steps": sum(len(_emitted(record)) for _, record in same),
       "steps_agreeing": sum(
-        replay.agreement(recording, chain, _emitted(record))
+        replay.agreement(recording, policy, _emitted(record))
         for recording, record in same
       ),
     }
@@ -107,9 +127,9 @@ def _emitted(record: Record) -> Sequence[int]:
 
 
 def _figures(
-  pairs: Sequence[tuple[Recording, Record]], chain: replay.Chain
+  pairs: Sequence[tuple[Recording, Record]], policy: replay.Policy
 ) -> dict[str, Any]:
-  followed = replay.replay([recording for recording, _ in pairs], chain)
+  followed = replay.replay([recording for recording, _ in pairs], policy)
   tokens = sum(len(record["output_ids"]) for _, record in pairs)
   measured = tokens / sum(len(_emitted(record)) for _, record in pairs)
   return {
@@ -123,7 +143,7 @@ def _figures(
 def describe(run: Mapping[str, Any]) -> str:
   """One line on a comparison."""
   line = (
-    f"replay of a chain of {run['drafts']} beside {run['system']}: tau"
+    f"replay of {run['policy']} beside {run['system']}: tau"
     f" {run['tau']:.3f}, measured {run['tau_measured']:.3f}"
     f" ({run['difference']:+.2%}) over {run['requests']} requests"
   )

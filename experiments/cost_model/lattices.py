@@ -32,7 +32,8 @@ class Recording:
     looped: whether the output ended as a loop.
     prompt_length: tokens of the prompt.
     output: its n tokens, int32.
-    tokens: candidate ids, best first [n, slots, candidates], int32.
+    tokens: candidate ids [n, slots, candidates], int32; best first unless there
+      is a parent axis.
     scores: their log-probabilities up to a constant per slot, float16; -inf
       where there is no candidate. [n, slots, candidates], or
       [n, slots, candidates, candidates] where the drafter conditions on the
@@ -41,6 +42,8 @@ class Recording:
     order: with a parent axis, the candidate (a place on the last axis of
       `tokens`) that has each rank, uint8; else None.
     counts: slots that hold a draft [n], int16.
+    limit: tokens that the request might emit at most. Near it a pass has no
+      path behind it, and nodes to spare for siblings. 0 where it is not known.
   """
 
   request: str
@@ -51,6 +54,7 @@ class Recording:
   scores: np.ndarray
   order: np.ndarray | None
   counts: np.ndarray
+  limit: int = 0
 
   def __post_init__(self):
     def require(good, what):
@@ -71,6 +75,7 @@ class Recording:
       require((self.order < candidates).all(), "order names no candidate")
     require(self.scores.shape == shape, f"scores of shape {self.scores.shape}")
     require(not np.isnan(self.scores).any(), "a score is NaN")
+    require(self.limit == 0 or self.limit >= n, f"limit {self.limit} below {n}")
     require(
       self.counts.shape == (n,)
       and ((self.counts >= 0) & (self.counts <= slots)).all(),
@@ -84,27 +89,43 @@ class Recording:
   def num_slots(self) -> int:
     return self.tokens.shape[1]
 
+  def depth(self, position: int) -> int:
+    """Drafts of a path at most at a position: slots, and what is left."""
+    slots = int(self.counts[position])
+    return min(slots, self.limit - position - 1) if self.limit else slots
+
 
 def rank(
   tokens: np.ndarray, scores: np.ndarray, valid_vocab: int
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
   """Sorts candidates by score, lowest id first on ties, and drops strangers.
 
   Args:
-    tokens, scores: [..., candidates], any float dtype.
+    tokens: [n, slots, candidates].
+    scores: the same shape, or [n, slots, candidates, candidates] with the
+      parent on axis 2; any float dtype, NaN where there is no candidate.
     valid_vocab: ids below it exist; others get the score -inf.
 
   Returns:
-    tokens int32 and scores float16, best first.
+    Tokens, scores and order as a `Recording` has them.
   """
-  scores = np.where((tokens >= 0) & (tokens < valid_vocab), scores, -np.inf)
-  at = np.lexsort((tokens, -scores), axis=-1)
-  tokens = np.take_along_axis(tokens, at, axis=-1).astype(np.int32)
+  ids, conditional = tokens, scores.ndim == tokens.ndim + 1
+  if conditional:
+    ids = np.broadcast_to(tokens[..., None, :], scores.shape)
+  exists = (ids >= 0) & (ids < valid_vocab) & (scores > -np.inf)
+  if conditional:
+    # Before the first slot stands the anchor alone.
+    exists[:, 0, 1:] = False
+  scores = np.where(exists, scores, -np.inf)
+  at = np.lexsort((ids, -scores), axis=-1)
   ordered = np.take_along_axis(scores, at, axis=-1)
   # Below float16's range is not "no candidate".
   low = np.finfo(np.float16).min
   ordered = np.where(ordered == -np.inf, ordered, np.maximum(ordered, low))
-  return tokens, ordered.astype(np.float16)
+  ordered = ordered.astype(np.float16)
+  if conditional:
+    return tokens.astype(np.int32), ordered, at.astype(np.uint8)
+  return np.take_along_axis(tokens, at, axis=-1).astype(np.int32), ordered, None
 
 
 def save(path: Path, recordings: Sequence[Recording]) -> None:
@@ -119,6 +140,7 @@ def save(path: Path, recordings: Sequence[Recording]) -> None:
     "looped": np.asarray([r.looped for r in recordings]),
     "prompt_lengths": np.asarray([r.prompt_length for r in recordings]),
     "lengths": np.asarray([len(r) for r in recordings]),
+    "limits": np.asarray([r.limit for r in recordings]),
     "output": np.concatenate([r.output for r in recordings]),
     "tokens": _narrow(np.concatenate([r.tokens for r in recordings])),
     "scores": np.concatenate([r.scores for r in recordings]),
@@ -171,6 +193,7 @@ def load(path: Path) -> list[Recording]:
 
 def _split(arrays: dict[str, np.ndarray]) -> Iterator[Recording]:
   ends = np.cumsum(arrays["lengths"])
+  limits = arrays.get("limits", np.zeros_like(ends))
   for i, end in enumerate(ends):
     part = slice(end - arrays["lengths"][i], end)
     yield Recording(
@@ -182,4 +205,5 @@ def _split(arrays: dict[str, np.ndarray]) -> Iterator[Recording]:
       scores=arrays["scores"][part],
       order=arrays["order"][part] if "order" in arrays else None,
       counts=arrays["counts"][part],
+      limit=int(limits[i]),
     )

@@ -19,9 +19,10 @@ import pallas_kernels
 from experiments import devices, results
 from experiments.cost_model import floors, kernels, lattices, model, separate
 from experiments.cost_model.recorder import Session, record_all
-from experiments.settings import AR, STOCK
+from experiments.settings import AR, CANDIDATE, STOCK
 from specpilot_jax import compilation, decoding, mechanisms
 from specpilot_jax import models as models_lib
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
@@ -46,6 +47,7 @@ class Subject:
     target, drafter: as the engines have them.
     sampling: of the requests.
     max_seq_len, prefill_chunk: of the engines.
+    candidate: a system whose step is measured too; None without one.
   """
 
   target: Target
@@ -53,6 +55,7 @@ class Subject:
   sampling: SamplingParams
   max_seq_len: int
   prefill_chunk: int
+  candidate: SystemConfig | None = None
 
   @property
   def models(self) -> floors.Models:
@@ -76,7 +79,23 @@ class Subject:
       max_seq_len=self.max_seq_len,
       prefill_chunk=self.prefill_chunk,
       features=Features.of(self.sampling),
+      system=self.candidate if name == CANDIDATE else None,
     )
+
+  def profiled(self, records: Mapping[str, Any]) -> list[str]:
+    """Systems whose steps are measured, of those that have records.
+
+    Floors are counted for weights as stock holds them, and chains are those of
+    the matching rule: a candidate with others is left out.
+    """
+    names = [AR, STOCK]
+    own = self.candidate
+    if own is not None and all(
+      getattr(own, field) == getattr(SystemConfig(), field)
+      for field in ("weights", "acceptance")
+    ):
+      names.append(CANDIDATE)
+    return [name for name in names if records.get(name)]
 
 
 def check(subject: Subject) -> None:
@@ -144,9 +163,7 @@ def collect(
     else floors.Roofline.of_device(devices.lookup(device), models.dtype)
   )
   systems = {}
-  for name in (AR, STOCK):
-    if not records.get(name):
-      continue
+  for name in subject.profiled(records):
     own = session if name == STOCK else subject.session(name)
     tokens = _middle(records[name])
     measure = _separately if on_cpu else _profiled
@@ -194,7 +211,7 @@ def _profiled(
   """
   request = session.request(sampling)
   lowered = session.step.lower(session.params, session.start(tokens), request)
-  out: dict[str, Any] = {"nodes": 1 + session.num_drafts} | _traced(
+  out: dict[str, Any] = {"nodes": session.policy.nodes} | _traced(
     lowered.compile(), session, tokens, request
   )
   activities, names = kernels.from_columns(out["kernels"])
@@ -216,9 +233,7 @@ def _traced(
   jax.block_until_ready(carry)
   first = int(carry.target.length)
   # No step may end the request: an ended one commits nothing.
-  room = (
-    session.capacity - first - (PROFILED_STEPS + 1) * (1 + session.num_drafts)
-  )
+  room = session.capacity - first - (PROFILED_STEPS + 1) * session.policy.path
   steps = PROFILED_STEPS if room >= 0 else max(1, _fitting(session, first))
 
   def run():
@@ -238,7 +253,7 @@ def _traced(
 
 def _fitting(session: Session, length: int) -> int:
   """Steps that surely fit behind `length` tokens."""
-  return (session.capacity - length) // (1 + session.num_drafts) - 1
+  return (session.capacity - length) // session.policy.path - 1
 
 
 def trace(run: Callable[[], None]) -> list[kernels.Kernel]:
@@ -262,7 +277,7 @@ def _separately(
   carry, request = session.start(tokens), session.request(sampling)
   classes, step_us = separate.Parts(session, carry, request).classes_us()
   return {
-    "nodes": 1 + session.num_drafts,
+    "nodes": session.policy.nodes,
     "context": len(tokens) - 1,
     "step_alone_us": step_us,
     "classes_us": classes,

@@ -4,12 +4,14 @@ Reads requests.jsonl, lattices.npz and profile.json of a run folder.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import results
+from experiments import metrics, results
 from experiments.cost_model import (
+  budgets,
   compare,
   floors,
   kernels,
@@ -17,7 +19,8 @@ from experiments.cost_model import (
   replay,
 )
 from experiments.settings import AR, STOCK
-from specpilot_jax.configs import ModelConfig
+from specpilot_jax import configs
+from specpilot_jax.configs import ModelConfig, SystemConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters.config import DrafterConfig
 
@@ -110,30 +113,23 @@ def measured_of(system: Mapping[str, Any]) -> Measured:
   )
 
 
-def wall_step_us(records: Sequence[Mapping[str, Any]]) -> float | None:
-  """Measured time of a step: from first to last token, over the steps there.
-
-  None where no request had a second step.
-  """
-  steps = sum(r["metrics"]["num_spec_steps"] - 1 for r in records)
-  spent = sum(
-    r["metrics"]["e2el_ms"] - r["metrics"]["ttft_ms"] for r in records
-  )
-  return 1e3 * spent / steps if steps else None
-
-
 def _tau(records: Sequence[Mapping[str, Any]]) -> float:
   tokens = sum(len(r["output_ids"]) for r in records)
   return tokens / sum(r["metrics"]["num_spec_steps"] for r in records)
 
 
-def compute(folder: Path, against: Path | None = None) -> dict[str, Any]:
+def compute(
+  folder: Path,
+  against: Sequence[Path] = (),
+  given_us: Mapping[int, float] | None = None,
+) -> dict[str, Any]:
   """The `cost_model` of result.json.
 
   Args:
     folder: of a run of --job=profile.
-    against: another run of the same requests, whose chains are replayed on
-      this one's lattices. Those of this run's own systems always are.
+    against: other runs of the same requests, whose chains and trees are
+      replayed on this one's lattices. Those of this run's systems always are.
+    given_us: step times by rows of a pass that the caller knows.
 
   Raises:
     SpecPilotError: a file is missing, damaged or not of this format; nothing
@@ -149,21 +145,22 @@ def compute(folder: Path, against: Path | None = None) -> dict[str, Any]:
     records.setdefault(record["system"], []).append(record)
   recordings = lattices.load(folder / lattices.LATTICES)
   real = {n: r for n, r in records.items() if n not in (AR, STOCK)}
-  if against is not None:
-    for record in results.read_requests(against):
+  for other in against:
+    for record in results.read_requests(other):
       if record["system"] != AR:
-        label = f"{record['system']} of {against}"
+        label = f"{record['system']} of {other}"
         real.setdefault(label, []).append(record)
   try:
-    out = _compute(profile, records, recordings, real)
-    if against is not None and not any(
-      run["system"].endswith(f" of {against}")
-      for run in out["replay"]["real_runs"]
-    ):
-      raise SpecPilotError(
-        f"{against}: no system there decoded chains of the same drafter for a"
-        f" request of {folder}, with its prompt and sampling settings"
-      )
+    out = _compute(profile, records, recordings, real, given_us or {})
+    for other in against:
+      if not any(
+        run["system"].endswith(f" of {other}")
+        for run in out["replay"]["real_runs"]
+      ):
+        raise SpecPilotError(
+          f"{other}: no system there decoded drafts of the same drafter for a"
+          f" request of {folder}, with its prompt and sampling settings"
+        )
     return out
   except SpecPilotError:  # It is a ValueError.
     raise
@@ -175,7 +172,7 @@ def compute(folder: Path, against: Path | None = None) -> dict[str, Any]:
     raise SpecPilotError(f"{folder / PROFILE}: damaged ({e})") from None
 
 
-def _compute(profile, records, recordings, real) -> dict[str, Any]:
+def _compute(profile, records, recordings, real, given_us) -> dict[str, Any]:
   stock_records = records.get(STOCK, ())
   by_id = {r["request"]: r for r in stock_records}
   for recording in recordings:
@@ -202,7 +199,21 @@ def _compute(profile, records, recordings, real) -> dict[str, Any]:
   )
   replayed["of_loops"] = all(r.looped for r in recordings)
   replayed["real_runs"] = [run for run in runs if run is not None]
-  best = max(replayed["budgets"], key=lambda b: b["tau_per_floor_ms"])
+  policies = replayed["policies"]
+  best = max(policies[configs.BEST_FIRST], key=lambda b: b["tau_per_floor_ms"])
+  times = budgets.measured_times(
+    [
+      {
+        "weights": SystemConfig().weights,
+        "rows": stock.nodes,
+        "step_us": compare.wall_step_us(chosen),
+      },
+      *replayed["real_runs"],
+    ]
+  )
+  if given_us:
+    times[budgets.GIVEN] = dict(given_us)
+  replayed["pass_times"] = budgets.add_speeds(policies, times, stock.nodes)
 
   systems = {}
   for name, m in measured.items():
@@ -211,7 +222,7 @@ def _compute(profile, records, recordings, real) -> dict[str, Any]:
       floors.Step(
         nodes=m.nodes,
         context=m.context,
-        committed=1.0 if name == AR else tau,
+        committed=1.0 if name == AR else _straight_tau(records, name, tau),
         certain=name == AR,
       ),
     )
@@ -254,9 +265,13 @@ def _compute(profile, records, recordings, real) -> dict[str, Any]:
     "prefill_pass": _prefill(profile["prefill"], models, roofline),
   }
   if AR in systems:
-    verify, one = (systems[n]["profiled_step_us"] for n in (STOCK, AR))
-    drafts = stock.breakdown.classes[kernels.DRAFTER]
-    out["verify_over_ar_step"] = (verify - drafts) / one
+    one = systems[AR]["profiled_step_us"]
+    for name, system in systems.items():
+      drafts = measured[name].breakdown.classes[kernels.DRAFTER]
+      system["verify_over_ar_step"] = (
+        None if name == AR else (system["profiled_step_us"] - drafts) / one
+      )
+    out["verify_over_ar_step"] = main["verify_over_ar_step"]
   out["notes"] = _notes(out)
   return out
 
@@ -274,8 +289,10 @@ def _without_drafter(models: floors.Models) -> floors.Models:
   return dataclasses.replace(models, drafter="none", drafter_config=None)
 
 
-def _replays(recordings, records, models, roofline, stock, tau):
-  """Stock's chain against the run, and the best-first tree by budget."""
+def _replays(
+  recordings, records, models, roofline, stock, tau
+) -> dict[str, Any]:
+  """Stock's chain against the run, and each policy by budget."""
   chain = replay.Chain(stock.nodes - 1)
   own = replay.replay(recordings, chain)
   steps = sum(r["metrics"]["num_spec_steps"] for r in records)
@@ -283,23 +300,17 @@ def _replays(recordings, records, models, roofline, stock, tau):
     replay.agreement(recording, chain, record["metrics"]["emitted_per_step"])
     for recording, record in zip(recordings, records, strict=True)
   )
-  budgets = []
-  for nodes in sorted({stock.nodes, *replay.BUDGETS}):
-    followed = replay.replay(recordings, replay.BestFirst(nodes))
+  policies = budgets.curves(recordings, stock.nodes)
+  for entry in itertools.chain.from_iterable(policies.values()):
     work = floors.step_work(
       models,
-      floors.Step(nodes=nodes, context=stock.context, committed=followed.tau),
+      floors.Step(
+        nodes=entry["nodes"], context=stock.context, committed=entry["tau"]
+      ),
     )
     floor = sum(floors.floors_us(work, roofline).values())
-    budgets.append(
-      {
-        "nodes": nodes,
-        "tau": followed.tau,
-        "tau_per_request": followed.tau_per_request,
-        "floor_us": floor,
-        "tau_per_floor_ms": 1e3 * followed.tau / floor,
-      }
-    )
+    entry["floor_us"] = floor
+    entry["tau_per_floor_ms"] = 1e3 * entry["tau"] / floor
   return {
     "requests": len(recordings),
     "positions": sum(map(len, recordings)),
@@ -311,13 +322,21 @@ def _replays(recordings, records, models, roofline, stock, tau):
       "steps": steps,
       "steps_agreeing": agreed,
     },
-    "budgets": budgets,
+    "policies": policies,
   }
+
+
+def _straight_tau(records, name: str, default: float) -> float:
+  """Of a system's requests that did not loop; another where there is none."""
+  straight = [
+    r for r in records.get(name, ()) if r["finish_reason"] != metrics.LOOP
+  ]
+  return _tau(straight) if straight and name != STOCK else default
 
 
 def _system(m: Measured, records, work, roofline) -> dict[str, Any]:
   floor = floors.floors_us(work, roofline)
-  wall = wall_step_us(records)
+  wall = compare.wall_step_us(records)
   step = m.breakdown.step_us
   return {
     "nodes": m.nodes,

@@ -17,10 +17,12 @@ from flax import nnx
 
 from experiments import metrics
 from experiments.cost_model import lattices
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding import draft as draft_lib
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding.commit import commit
+from specpilot_jax.decoding.policy import Policy
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.target import Target
@@ -34,7 +36,7 @@ class Session:
     max_seq_len: prompt plus output tokens at most.
     prefill_chunk: prompt tokens per pass.
     features: what the step must be able to do.
-    num_drafts: drafts per step; None is the drafter's block.
+    system: how a step decodes; a chain of the drafter's block by default.
   """
 
   def __init__(
@@ -45,21 +47,22 @@ class Session:
     max_seq_len: int,
     prefill_chunk: int,
     features: sampling_lib.Features,
-    num_drafts: int | None = None,
+    system: SystemConfig | None = None,
   ):
     graphdef, params = nnx.split(target)
     self.target = target
     self.drafter = drafter
     self.params: Any = (params, drafter.params if drafter else ())
-    drafts = (num_drafts or drafter.num_slots) if drafter else 0
-    self.num_drafts = drafts
+    system = SystemConfig() if system is None else system
+    self.policy = policy = Policy.of(system, drafter)
+    self.max_seq_len = max_seq_len
     self.chunk = min(prefill_chunk, max_seq_len)
-    self.capacity = max_seq_len + max(self.chunk, 1 + drafts)
+    self.capacity = max_seq_len + max(self.chunk, policy.path)
     self.fns = step_lib.StepFns(
       config=target.config,
       graphdef=graphdef,
       drafter=drafter,
-      num_drafts=drafts,
+      policy=policy,
       acceptance="match",
       features=features,
     )
@@ -74,6 +77,7 @@ class Session:
     return step_lib.Request(
       sampling=sampling_lib.Sampling.of(sampling, acc),
       stop_ids=jnp.full((sampling_lib.MAX_STOP_IDS,), -1, jnp.int32),
+      limits=self.policy.limits(),
     )
 
   def start(self, tokens: Sequence[int]) -> step_lib.Carry:
@@ -108,7 +112,7 @@ class Session:
     """The lattices before and inside one pass of the run, then its commit.
 
     Args:
-      tokens: the anchor and what follows it [1 + num_drafts].
+      tokens: the anchor and what follows it [nodes of a path].
       count: those that are known.
       emitted: tokens that the pass committed.
 
@@ -155,17 +159,20 @@ class Session:
     emitted: Sequence[int],
     *,
     looped: bool,
+    max_tokens: int | None = None,
   ) -> lattices.Recording:
     """The lattices along an output, on the host.
 
     Args:
       emitted: tokens of each pass of the run that wrote the output.
+      looped: whether the output ended as a loop.
+      max_tokens: that the request asked for; None where it is not known.
 
     Raises:
       SpecPilotError: passes that do not make up the output, or one of more
         tokens than this session verifies.
     """
-    size = 1 + self.num_drafts
+    size = self.policy.path
     if sum(emitted) != len(output) or not all(0 < e <= size for e in emitted):
       raise SpecPilotError(
         f"request {request}: {len(output)} tokens in passes of"
@@ -184,7 +191,7 @@ class Session:
       parts.append(jax.tree.map(lambda x, n=taken: x[:n], lattice))
       at += taken
     parts = jax.device_get(parts)
-    tokens, scores = lattices.rank(
+    tokens, scores, order = lattices.rank(
       np.concatenate([p.tokens for p in parts]),
       np.concatenate([p.scores for p in parts]),
       self.target.config.valid_vocab,
@@ -196,8 +203,9 @@ class Session:
       output=np.asarray(output, np.int32),
       tokens=tokens,
       scores=scores,
-      order=None,
+      order=order,
       counts=np.concatenate([p.count for p in parts]).astype(np.int16),
+      limit=min(max_tokens or 0, self.max_seq_len - len(prompt)),
     )
 
 
@@ -232,6 +240,7 @@ def record_all(
         record["output_ids"],
         record["metrics"]["emitted_per_step"],
         looped=record["finish_reason"] == metrics.LOOP,
+        max_tokens=record["sampling"]["max_tokens"],
       )
     )
     progress(f"{record['request']}: {len(record['output_ids'])} positions")

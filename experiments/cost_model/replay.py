@@ -6,10 +6,14 @@ output without a device: at position i the policy builds its nodes from the
 lattice at i, the accepted run is the longest path whose tokens are
 output[i], output[i + 1], ..., and the next step begins behind it and the bonus
 token: the policy's own step boundaries. It is exact up to the rounding of the
-taps that the drafter reads.
+taps that the drafter reads, and of scores to float16.
+
+A policy of fewer nodes verifies the first nodes of one of more. So one tree per
+position tells the acceptance at every budget: `sweep`.
 """
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -18,8 +22,9 @@ import numpy as np
 
 from experiments.cost_model.lattices import Recording
 
-BUDGETS = (16, 32, 48, 64)
-"""Nodes of a pass, anchor included, on the edges of kernel tiles."""
+BUDGETS = (8, 16, 24, 32, 48, 64, 96)
+"""Nodes of a pass, anchor included; from 16 on, and but for 24, the edges of
+kernel tiles."""
 
 
 class Policy(Protocol):
@@ -30,8 +35,12 @@ class Policy(Protocol):
     """Nodes of a pass at most, the anchor included."""
     ...
 
-  def accepted(self, recording: Recording, position: int) -> int:
-    """Drafts accepted by the pass at a position; what follows is its bonus."""
+  def path(self, recording: Recording, position: int) -> Sequence[int]:
+    """Drafts that the pass at a position accepts; what follows is its bonus.
+
+    Their indices among the nodes, rising; the anchor is node 0. With `n` nodes
+    the same policy accepts those below `n`.
+    """
     ...
 
 
@@ -49,11 +58,11 @@ class Chain:
   def nodes(self) -> int:
     return 1 + self.drafts
 
-  def accepted(self, recording: Recording, position: int) -> int:
+  def path(self, recording: Recording, position: int) -> Sequence[int]:
     wanted = recording.output[position : position + self.drafts]
     path = chain(recording, position, self.drafts)[: wanted.size]
     wrong = np.flatnonzero(path != wanted[: path.size])
-    return int(wrong[0]) if wrong.size else path.size
+    return range(1, 1 + (int(wrong[0]) if wrong.size else path.size))
 
 
 def chain(recording: Recording, position: int, limit: int) -> np.ndarray:
@@ -104,29 +113,33 @@ class BestFirst:
     depth: of a path at most; None for all slots.
     single: take sums in float32, as an engine does whose lattice is float32;
       otherwise in float64.
+    blind: every parent gets the scores that hold under the drafter's first
+      choice for the slot before; the ablation `tree=marginal`.
   """
 
   nodes: int
   depth: int | None = None
   single: bool = False
+  blind: bool = False
 
-  def accepted(self, recording: Recording, position: int) -> int:
+  def path(self, recording: Recording, position: int) -> Sequence[int]:
     output = recording.output
     by_parent: dict[int, list[tuple[int, Node]]] = {}
     for index, node in enumerate(self.build(recording, position)):
       by_parent.setdefault(node.parent, []).append((index, node))
-    at, accepted = -1, 0
-    while position + accepted < output.size:
-      wanted = int(output[position + accepted])
+    at, found = -1, []
+    while position + len(found) < output.size:
+      wanted = int(output[position + len(found)])
       child = [i for i, n in by_parent.get(at, ()) if n.token == wanted]
       if not child:
         break
-      at, accepted = child[0], accepted + 1
-    return accepted
+      at = child[0]
+      found.append(1 + at)
+    return found
 
   def build(self, recording: Recording, position: int) -> list[Node]:
     """The drafted nodes, parents first."""
-    lattice = _Lattice(recording, position, self.depth)
+    lattice = _Lattice(recording, position, self.depth, blind=self.blind)
     budget = self.nodes - 1
     tree: list[Node] = []
     children: dict[tuple[int, int], int] = {}
@@ -175,13 +188,25 @@ class BestFirst:
 class _Lattice:
   """One position's lattice, by (slot, parent's place, rank)."""
 
-  def __init__(self, recording: Recording, position: int, depth: int | None):
-    slots = int(recording.counts[position])
-    self.slots = slots if depth is None else min(slots, depth)
+  def __init__(
+    self,
+    recording: Recording,
+    position: int,
+    depth: int | None,
+    *,
+    blind: bool,
+  ):
+    left = recording.depth(position)
+    self.slots = left if depth is None else min(left, depth)
     self.tokens = recording.tokens[position].tolist()
     self.scores = recording.scores[position].astype(np.float64).tolist()
     order = recording.order
     self.order = None if order is None else order[position].tolist()
+    self.parents: list[int] | None = None
+    if blind and self.order is not None:
+      self.parents = [0]
+      for row in self.order:
+        self.parents.append(row[self.parents[-1]][0])
 
   def candidate(
     self, slot: int, parent: int, rank: int
@@ -192,6 +217,8 @@ class _Lattice:
     if self.order is None:
       place, score = rank, self.scores[slot][rank]
     else:
+      if self.parents is not None:
+        parent = self.parents[slot]
       place = self.order[slot][parent][rank]
       score = self.scores[slot][parent][rank]
     if score == -np.inf:
@@ -225,16 +252,35 @@ class Replay:
 
 def replay(recordings: Iterable[Recording], policy: Policy) -> Replay:
   """Follows the policy's own step boundaries."""
-  emitted = []
+  return sweep(recordings, policy, [policy.nodes])[policy.nodes]
+
+
+def sweep(
+  recordings: Iterable[Recording], widest: Policy, budgets: Iterable[int]
+) -> dict[int, Replay]:
+  """Follows a policy at several budgets, each along its own step boundaries.
+
+  Args:
+    recordings: what to follow it on.
+    widest: the policy with the most nodes.
+    budgets: nodes of a pass, the anchor included; none above the policy's.
+  """
+  budgets = sorted(set(budgets))
+  if budgets and not 1 <= budgets[0] <= budgets[-1] <= widest.nodes:
+    raise ValueError(f"budgets {budgets} of a policy of {widest.nodes} nodes")
+  emitted: dict[int, list[tuple[int, ...]]] = {n: [] for n in budgets}
   for recording in recordings:
-    steps, at = [], 0
-    while at < len(recording):
-      # A stop or the limit cuts the last run.
-      count = min(policy.accepted(recording, at) + 1, len(recording) - at)
-      steps.append(count)
-      at += count
-    emitted.append(tuple(steps))
-  return Replay(tuple(emitted))
+    path = functools.cache(functools.partial(widest.path, recording))
+    for budget, of_requests in emitted.items():
+      steps, at = [], 0
+      while at < len(recording):
+        accepted = sum(node < budget for node in path(at))
+        # A stop or the limit cuts the last run.
+        count = min(accepted + 1, len(recording) - at)
+        steps.append(count)
+        at += count
+      of_requests.append(tuple(steps))
+  return {n: Replay(tuple(of_requests)) for n, of_requests in emitted.items()}
 
 
 def agreement(
@@ -247,7 +293,8 @@ def agreement(
   """
   agreed = at = 0
   for count in emitted:
-    own = min(policy.accepted(recording, at) + 1, len(recording) - at)
+    accepted = len(policy.path(recording, at))
+    own = min(accepted + 1, len(recording) - at)
     agreed += own == count
     at += count
   return agreed

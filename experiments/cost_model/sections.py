@@ -6,9 +6,10 @@ from typing import Any
 from experiments import plots
 from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
-from experiments.cost_model import compare
+from experiments.cost_model import budgets, compare
 from experiments.cost_model import model as model_lib
 from experiments.settings import STOCK
+from specpilot_jax import configs
 
 _DEFINITIONS = (
   "ceiling = tau factor x kernel factor x overhead factor. Tau factor: the"
@@ -62,6 +63,10 @@ def lines(model: Mapping[str, Any]) -> list[str]:
     f" {stock['tau']:.3f}, measured {stock['tau_measured']:.3f}"
   )
   out += [compare.describe(run) for run in model["replay"]["real_runs"]]
+  out += [
+    budgets.describe(source, found)
+    for source, found in model["replay"]["pass_times"].items()
+  ]
   return out
 
 
@@ -154,14 +159,14 @@ def _systems(model) -> Table:
 
 
 def _verify(model) -> list[Block]:
-  ratio = model.get("verify_over_ar_step")
-  if ratio is None:
-    return []
   return [
     Text(
-      "Stock's step without the drafter takes"
-      f" {ratio:.2f} times as long as a step of autoregressive decoding."
+      f"A step of {name} without the drafter ({s['nodes']} nodes) takes"
+      f" {s['verify_over_ar_step']:.2f} times as long as a step of"
+      " autoregressive decoding."
     )
+    for name, s in model["systems"].items()
+    if s.get("verify_over_ar_step") is not None
   ]
 
 
@@ -198,28 +203,32 @@ def _classes(model) -> Table:
   )
 
 
+_POLICIES = {
+  configs.CHAIN: "chain",
+  configs.BEST_FIRST: "best-first tree",
+  configs.MARGINAL: "tree blind to parents",
+}
+
+
 def _replay(model) -> list[Block]:
   r = model["replay"]
-  stock = r["stock"]
+  stock, policies, times = r["stock"], r["policies"], r["pass_times"]
+  nodes = stock["drafts"] + 1
   rows = [
     (
-      f"chain of {stock['drafts']} (stock)",
-      number(stock["tau"], 3),
-      number(stock["tau_per_request"], 3),
-      "-",
-      "-",
-    )
-  ] + [
-    (
-      f"best-first tree of {b['nodes']} nodes",
+      f"{_POLICIES[tree]} of {b['nodes']} nodes"
+      + (" (stock)" if (tree, b["nodes"]) == (configs.CHAIN, nodes) else ""),
       number(b["tau"], 3),
       number(b["tau_per_request"], 3),
+      number(b["tau"] / stock["tau"], 3, "x"),
       number(b["floor_us"], 0),
       number(b["tau_per_floor_ms"], 3),
+      *(number(b["tok_s"][source], 1) for source in times),
     )
-    for b in r["budgets"]
+    for tree, entries in policies.items()
+    for b in entries
   ]
-  return [
+  out: list[Block] = [
     Text(
       f"Replay: {r['requests']} requests, {r['positions']} positions. Stock's"
       f" chain repeats {stock['steps_agreeing']} of {stock['steps']} steps of"
@@ -231,19 +240,59 @@ def _replay(model) -> list[Block]:
         "policy",
         "tau",
         "tau per request",
+        "over stock",
         "floor us",
         "tokens per ms of floor",
+        *(f"tok/s, pass times {source}" for source in times),
       ),
       tuple(rows),
     ),
     *(Text(f"{compare.describe(run)}.") for run in r["real_runs"]),
+    *(
+      Text(f"{budgets.describe(source, found)}.")
+      for source, found in times.items()
+    ),
     Plot(
       "Acceptance length by node budget",
       plots.tau_by_nodes(
-        r["budgets"], {"nodes": stock["drafts"] + 1, "tau": stock["tau"]}
+        {_POLICIES[tree]: entries for tree, entries in policies.items()},
+        _real_points(r, "tau_measured"),
       ),
     ),
   ]
+  for source in times:
+    found = {
+      _POLICIES[tree]: [
+        {"nodes": b["nodes"], "tok_s": b["tok_s"][source]}
+        for b in entries
+        if b["tok_s"][source] is not None
+      ]
+      for tree, entries in policies.items()
+    }
+    # A single measured pass is no sweep.
+    if max(map(len, found.values())) > 1:
+      out.append(
+        Plot(
+          f"Replayed speed by node budget, pass times {source}",
+          plots.speed_by_nodes(found, _real_points(r, "tok_s", source)),
+        )
+      )
+  return out
+
+
+def _real_points(r, field: str, weights: str | None = None):
+  """What was measured at the budgets of real runs: policy to points."""
+  out: dict[str, list[tuple[int, float]]] = {}
+  for run in r["real_runs"]:
+    if weights is not None and run["weights"] != weights:
+      continue
+    value = run["tau_measured"]
+    if field == "tok_s":
+      if run["step_us"] is None:
+        continue
+      value *= 1e6 / run["step_us"]
+    out.setdefault(_POLICIES[run["tree"]], []).append((run["nodes"], value))
+  return out
 
 
 def _heaviest(model) -> list[Block]:

@@ -20,7 +20,6 @@ from experiments.cost_model import kernels
 from experiments.cost_model.floors import Roofline, itemsize
 from experiments.cost_model.recorder import Session
 from specpilot_jax import configs
-from specpilot_jax.decoding import draft as draft_lib
 from specpilot_jax.decoding.commit import commit
 from specpilot_jax.models import layers
 from specpilot_jax.models import state as state_lib
@@ -84,7 +83,8 @@ class Parts:
     self._session = session
     self._carry, self._request = carry, request
     config, dtype = session.target.config, session.target.dtype
-    self._nodes = 1 + session.num_drafts
+    self._nodes = session.policy.rows
+    self._path = session.policy.path
     widest = max(_widest(config), config.hidden_size, config.intermediate_size)
     rng = np.random.default_rng(0)
     noise = rng.normal(0, 0.5, self._nodes * widest)
@@ -186,29 +186,31 @@ class Parts:
         stash.append(mixer(x, nodes, s)[1])
       else:
         stash.append(mixer(x, nodes, positions, s, state.length)[1])
-    return commit(state, tuple(stash), index, jnp.int32(n)), inputs
+    # The longest path that a pass may accept.
+    path = index[: self._path]
+    return commit(state, tuple(stash), path, jnp.int32(self._path)), inputs
 
   def _drafter(self, context, params, anchor, position, request, noise):
     session = self._session
-    drafter, n = session.drafter, self._nodes
+    drafter, n = session.drafter, self._path
     assert drafter is not None
     lattice = drafter.draft(params, context, anchor, position)
-    drafts = draft_lib.chain(
+    drafted = session.fns.drafted(
       lattice,
-      valid_vocab=session.target.config.valid_vocab,
-      limit=jnp.asarray(session.num_drafts, jnp.int32),
-      sampling=request.sampling,
+      request,
+      anchor=anchor,
       position=position,
-      sample=False,
+      remaining=jnp.asarray(session.capacity, jnp.int32),
     )
     width = session.target.config.hidden_size
     taps = _matrix(noise, n, width)[:, None]
     taps = jnp.broadcast_to(taps, (n, len(drafter.taps), width))
-    tokens = jnp.concatenate([anchor[None], drafts.tokens])
+    nodes = drafted.nodes
+    count = jnp.minimum(nodes.count, n)
     context = drafter.extend(
-      params, context, tokens, taps, position, drafts.count + 1
+      params, context, nodes.tokens[:n], taps, position, count
     )
-    return context, drafts
+    return context, nodes
 
 
 def _widest(config: configs.ModelConfig) -> int:

@@ -18,11 +18,15 @@ class Lattice:
   Attributes:
     tokens: candidate ids per slot; slot s stands s + 1 tokens after the anchor.
     scores: their log-probabilities up to a constant per slot; -inf drops one.
+      Where a drafter conditions on the parent there is an axis more: axis 1 is
+      the parent, a place in slot s - 1 (before slot 0 the anchor is place 0,
+      the other places are never read), axis 2 the candidate's place in slot s,
+      and the constant is one per slot and parent.
     count: slots that hold a draft, the first of the arrays.
   """
 
   tokens: Int[Array, "S C"]
-  scores: Float[Array, "S C"]
+  scores: Float[Array, "S C"] | Float[Array, "S C C"]
   count: Int[Array, ""]
 
 
@@ -35,7 +39,8 @@ class Drafts:
     tokens: one id per slot.
     count: drafts that exist, the first of `tokens`.
     candidates: ids that the law is over, per slot.
-    log_law: normalised log-probabilities of the candidates.
+    log_law: normalised log-probabilities of the candidates, given the draft
+      before where the drafter conditions on it.
   """
 
   tokens: Int[Array, " S"]
@@ -106,8 +111,9 @@ def chain(
 ) -> Drafts:
   """One draft per slot: the best candidate, or a draw from the law.
 
-  A candidate outside the vocabulary is never chosen; a slot whose candidates
-  all are ends the chain.
+  Each slot is looked at under the parent that the slot before has given. A
+  candidate outside the vocabulary, or without a score, is never chosen; a slot
+  that has no other ends the chain.
 
   Args:
     lattice: what the drafter offers.
@@ -118,11 +124,14 @@ def chain(
     sample: draw from the candidates' law at the request's temperature, as
       rejection sampling needs; otherwise take the best, lowest id on ties.
   """
-  slots = lattice.tokens.shape[0]
-  valid = (lattice.tokens >= 0) & (lattice.tokens < valid_vocab)
-  scores = jnp.where(valid, lattice.scores, -jnp.inf)
-  exists = jnp.any(scores > -jnp.inf, axis=-1)
-  safe = jnp.where(exists[:, None], scores, 0.0)
+  slots, places = lattice.tokens.shape
+  there = (lattice.tokens >= 0) & (lattice.tokens < valid_vocab)
+  given = lattice.scores.reshape(slots, -1, places)  # [S, parents, C]
+  # Also false for NaN.
+  valid = there[:, None] & (given > -jnp.inf)
+  scores = jnp.where(valid, given, -jnp.inf)
+  exists = jnp.any(valid, axis=-1)
+  safe = jnp.where(exists[..., None], scores, 0.0)
   if sample:
     safe = safe / sampling.temperature
   log_law = jax.nn.log_softmax(safe, axis=-1)
@@ -130,17 +139,20 @@ def chain(
     noise = sampling_lib.gumbel(
       sampling.seed,
       position + 1 + jnp.arange(slots, dtype=jnp.int32),
-      lattice.tokens.shape[1],
+      places,
       sampling_lib.Stream.DRAFT,
       log_law.dtype,
     )
-    chosen = jnp.argmax(log_law + noise, axis=-1)
+    best = jnp.argmax(log_law + noise[:, None], axis=-1)
   else:
-    best = log_law == log_law.max(axis=-1, keepdims=True)
-    ids = jnp.where(best, lattice.tokens, jnp.iinfo(jnp.int32).max)
-    chosen = jnp.argmin(ids, axis=-1)
-  tokens = jnp.take_along_axis(lattice.tokens, chosen[:, None], axis=1)[:, 0]
+    # Of the scores themselves: normalised, near ones may become equal.
+    first = safe == safe.max(axis=-1, keepdims=True)
+    ids = jnp.where(first, lattice.tokens[:, None], jnp.iinfo(jnp.int32).max)
+    best = jnp.argmin(ids, axis=-1)
+  parents, chosen = _walk(best)
   index = jnp.arange(slots, dtype=jnp.int32)
+  exists, log_law, valid = (x[index, parents] for x in (exists, log_law, valid))
+  tokens = lattice.tokens[index, chosen]
   run = jnp.min(jnp.where(exists, slots, index), initial=slots)
   count = jnp.minimum(jnp.minimum(lattice.count, run), limit)
   return Drafts(
@@ -149,3 +161,21 @@ def chain(
     candidates=jnp.where(valid, lattice.tokens, 0).astype(jnp.int32),
     log_law=jnp.where(valid, log_law, -jnp.inf),
   )
+
+
+def _walk(
+  best: Int[Array, "S P"],
+) -> tuple[Int[Array, " S"], Int[Array, " S"]]:
+  """Parents and places along a chain.
+
+  Args:
+    best: the place that each parent chooses; one column where all choose alike.
+  """
+  if best.shape[1] == 1:
+    return jnp.zeros(best.shape[0], jnp.int32), best[:, 0]
+  # Unrolled: a chain of scalars that a compiler fuses.
+  parents, chosen = [jnp.zeros((), best.dtype)], []
+  for row in best:
+    chosen.append(row[parents[-1]])
+    parents.append(chosen[-1])
+  return jnp.stack(parents[:-1]), jnp.stack(chosen)

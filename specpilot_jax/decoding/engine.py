@@ -19,6 +19,7 @@ from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding import stops
 from specpilot_jax.decoding.draft import Drafter
+from specpilot_jax.decoding.policy import Policy
 from specpilot_jax.decoding.request import (
   RequestMetrics,
   RequestOutput,
@@ -61,6 +62,7 @@ class StepResult:
 
   tokens: tuple[int, ...]
   drafted: int
+  depth: int
   accepted: int
   stopped: bool
   exhausted: bool
@@ -117,12 +119,14 @@ class Engine:
       )
     # No prompt is longer, and a pass costs the memory of its whole chunk.
     self.prefill_chunk = prefill_chunk = min(prefill_chunk, max_seq_len)
-    num_drafts = 0
-    if drafter is not None:
-      num_drafts = system.num_drafts or drafter.num_slots
-    self.num_drafts = num_drafts
+    self.policy = policy = Policy.of(system, drafter)
+    self._limits = policy.limits()
     kernels_lib.check_passes(
-      target.kernels, 1 + num_drafts, prefill_chunk, target.weights
+      target.kernels,
+      policy.rows,
+      prefill_chunk,
+      target.weights,
+      path=policy.path,
     )
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1
@@ -135,12 +139,12 @@ class Engine:
       config=config,
       graphdef=graphdef,
       drafter=drafter,
-      num_drafts=num_drafts,
+      policy=policy,
       acceptance=system.acceptance,
       features=sampling_lib.Features(True, False, False),
     )
-    # A pass writes all of its rows, those it does not keep as zeros.
-    self._capacity = self.max_seq_len + max(prefill_chunk, 1 + num_drafts)
+    # A commit writes all rows of a path, those it does not keep as zeros.
+    self._capacity = self.max_seq_len + max(prefill_chunk, policy.path)
     self._acc = layers.accumulation_dtype(target.dtype)
     # The carry of the last request, taken up by the next. None while a request
     # runs, and after one that broke off inside a donated call.
@@ -178,18 +182,15 @@ class Engine:
         f" {config.vocab_size}"
       )
     if drafter is None:
-      for name in ("acceptance", "num_drafts"):
+      for name in (
+        "acceptance", "num_drafts", "tree", "node_budget", "tree_depth"
+      ):  # fmt: skip
         if getattr(self.system, name) != getattr(SystemConfig(), name):
           raise SpecPilotError(
             f"{name}={getattr(self.system, name)} needs a drafter: without one"
             " decoding is autoregressive"
           )
       return
-    if (self.system.num_drafts or 0) > drafter.num_slots:
-      raise SpecPilotError(
-        f"num_drafts={self.system.num_drafts} is more than the"
-        f" {drafter.num_slots} that drafter {drafter.name} offers"
-      )
     sizes = (config.vocab_size, config.valid_vocab)
     if drafter.vocab_size is not None and drafter.vocab_size not in sizes:
       raise SpecPilotError(
@@ -203,6 +204,25 @@ class Engine:
           f"drafter {drafter.name} taps layer {tap}, target {config.name} has"
           f" {config.num_layers} layers"
         )
+
+  @property
+  def num_drafts(self) -> int:
+    """Drafts that a pass has room for."""
+    return self.policy.rows - 1
+
+  def set_limits(
+    self, *, nodes: int | None = None, depth: int | None = None
+  ) -> None:
+    """Limits what later requests verify; nothing is compiled again.
+
+    Args:
+      nodes: of a pass at most, the anchor included; None for the system's own.
+      depth: drafts of a path at most; None for the system's own.
+
+    Raises:
+      SpecPilotError: more than the compiled passes have room for.
+    """
+    self._limits = self.policy.limits(nodes, depth)
 
   @property
   def num_compilations(self) -> int:
@@ -269,6 +289,7 @@ class Engine:
     return carry
 
   def _request(self, sampling: SamplingParams) -> step_lib.Request:
+    self.system.check_temperature(sampling.temperature)
     for token in sampling.stop_token_ids:
       if token >= self.config.vocab_size:
         raise SpecPilotError(
@@ -281,6 +302,7 @@ class Engine:
     return step_lib.Request(
       sampling=sampling_lib.Sampling.of(sampling, self._acc),
       stop_ids=jnp.asarray(padded),
+      limits=self._limits,
     )
 
   def steps(
@@ -318,6 +340,7 @@ class Engine:
         result = StepResult(
           tokens=tuple(int(t) for t in out.tokens[: int(out.count)]),
           drafted=int(out.drafted),
+          depth=int(out.depth),
           accepted=int(out.accepted),
           stopped=bool(out.stopped),
           exhausted=bool(out.exhausted),
@@ -359,7 +382,7 @@ class Engine:
     if sampling.stop and self.tokenizer is None:
       raise SpecPilotError("stop strings need a tokenizer")
     started = time.perf_counter()
-    emitted, drafted, accepted = [], [], []
+    emitted, drafted, depths, accepted = [], [], [], []
     cut_steps, ttft, now = 0, float("nan"), started
     new: list[int] = []
     text = ""
@@ -395,6 +418,7 @@ class Engine:
             break
         emitted.append(len(new))
         drafted.append(result.drafted)
+        depths.append(result.depth)
         accepted.append(result.accepted)
         cut_steps += len(new) != result.accepted + 1
         shown.append(text)
@@ -420,6 +444,7 @@ class Engine:
         e2e_ms=1e3 * (now - started),
         emitted_per_step=tuple(emitted),
         drafted_per_step=tuple(drafted),
+        depth_per_step=tuple(depths),
         accepted_per_step=tuple(accepted),
         cut_steps=cut_steps,
       ),

@@ -13,7 +13,8 @@ class RequestMetrics:
     ttft_ms: from the call to the first token on the host.
     e2e_ms: from the call to the token that ended the request.
     emitted_per_step: tokens kept of each verify pass, bonus included.
-    drafted_per_step: drafts verified in each pass.
+    drafted_per_step: drafts verified in each pass, all nodes of a tree.
+    depth_per_step: those on the longest path of each pass; all of a chain.
     accepted_per_step: drafts accepted in each pass, before a stop or the token
       limit cut the run.
     cut_steps: passes whose run was cut.
@@ -23,6 +24,7 @@ class RequestMetrics:
   e2e_ms: float
   emitted_per_step: tuple[int, ...]
   drafted_per_step: tuple[int, ...]
+  depth_per_step: tuple[int, ...]
   accepted_per_step: tuple[int, ...]
   cut_steps: int
 

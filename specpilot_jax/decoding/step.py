@@ -7,7 +7,7 @@ the *anchor*; the anchor is the root of the next pass.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specpilot_jax import configs
 from specpilot_jax.decoding import accept
 from specpilot_jax.decoding import draft as draft_lib
+from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding.commit import commit
 from specpilot_jax.models import state as state_lib
@@ -28,6 +29,7 @@ class Request:
 
   sampling: sampling_lib.Sampling
   stop_ids: Int[Array, " M"]  # padded with -1
+  limits: policy_lib.Limits
 
 
 @state_lib.pytree
@@ -58,6 +60,7 @@ class StepOutput:
   tokens: Int[Array, " N"]
   count: Int[Array, ""]
   drafted: Int[Array, ""]
+  depth: Int[Array, ""]  # drafts of the longest path of the pass
   accepted: Int[Array, ""]  # before a stop or the limit cut the run
   stopped: Bool[Array, ""]
   exhausted: Bool[Array, ""]
@@ -73,12 +76,20 @@ class ScoreOutput:
   gap: Float[Array, " N"]
 
 
+class Drafted(NamedTuple):
+  """The nodes of a pass; the chain's law too where they are one."""
+
+  nodes: state_lib.Nodes
+  chain: draft_lib.Drafts | None
+
+
 @state_lib.pytree
 class _Verified:
   """What a verify pass leaves for the commit; arrays lead with nodes."""
 
   tokens: Int[Array, " N"]
   count: Int[Array, ""]
+  depth: Int[Array, ""]
   taps: Float[Array, "N L D"]
   stash: tuple[state_lib.LayerStash, ...]
   acceptance: accept.Acceptance
@@ -94,15 +105,15 @@ class StepFns:
     graphdef: of the target; every call's `params` are the target's state and
       the drafter's parameters.
     drafter: None for autoregressive decoding.
-    num_drafts: drafts verified per step at most.
-    acceptance: `match` or `rejection` (the same at temperature 0).
+    policy: which candidates a pass verifies.
+    acceptance: `match` or `rejection` (the same at temperature 0; of chains).
     features: what sampling needs.
   """
 
   config: configs.ModelConfig
   graphdef: Any
   drafter: draft_lib.Drafter | None
-  num_drafts: int
+  policy: policy_lib.Policy
   acceptance: str
   features: sampling_lib.Features
 
@@ -177,34 +188,35 @@ class StepFns:
   ) -> tuple[Carry, StepOutput]:
     """Drafts, verifies, accepts, commits."""
     position = carry.target.length
-    drafts, sizes = None, (1,)
+    drafted, sizes = None, (1,)
     if self.drafter is not None:
       with jax.named_scope("drafter"):
         lattice = self.drafter.draft(
           params[1], carry.drafter, carry.anchor, position
         )
-        drafts = draft_lib.chain(
+        drafted = self.drafted(
           lattice,
-          valid_vocab=self.config.valid_vocab,
-          # A draft behind the last token that may be emitted is of no use.
-          limit=jnp.minimum(carry.remaining - 1, self.num_drafts),
-          sampling=request.sampling,
+          request,
+          anchor=carry.anchor,
           position=position,
-          sample=self._rejects,
+          remaining=carry.remaining,
         )
-      sizes = (1 + self.num_drafts,)
-      if self.drafter.variable_length:
+      sizes = (self.policy.rows,)
+      if self.drafter.variable_length and sizes != (1,):
         sizes = (1, *sizes)
     verify = functools.partial(
-      self._verify, params, carry, request, drafts, pad_to=sizes[-1]
+      self._verify, params, carry, request, drafted, pad_to=sizes[-1]
     )
     branches = [functools.partial(verify, size) for size in sizes]
-    if drafts is None or len(branches) == 1:
+    if drafted is None or len(branches) == 1:
       seen = branches[0]()
     else:
-      seen = jax.lax.cond(drafts.count > 0, branches[1], branches[0])
+      seen = jax.lax.cond(drafted.nodes.count > 1, branches[1], branches[0])
 
-    acceptance = seen.acceptance
+    # No path is longer than the drafter's slots, whatever the tree holds.
+    acceptance = jax.tree.map(
+      lambda x: x[: self.policy.path] if x.ndim else x, seen.acceptance
+    )
     cut = accept.cut(acceptance, request.stop_ids, carry.remaining)
     count = jnp.where(carry.done, 0, cut.count)
     path = acceptance.path
@@ -232,6 +244,7 @@ class StepFns:
       tokens=acceptance.emitted,
       count=count,
       drafted=seen.count - 1,
+      depth=seen.depth,
       accepted=acceptance.accepted,
       stopped=cut.stopped,
       exhausted=cut.exhausted,
@@ -242,24 +255,69 @@ class StepFns:
   def _rejects(self) -> bool:
     return self.acceptance == "rejection" and not self.features.greedy
 
-  def _verify(self, params, carry, request, drafts, size, *, pad_to):
-    """One target pass over [anchor | drafts] cut to `size` nodes.
+  def drafted(
+    self,
+    lattice: draft_lib.Lattice,
+    request: Request,
+    *,
+    anchor: Int[Array, ""],
+    position: Int[Array, ""],
+    remaining: Int[Array, ""],
+  ) -> Drafted:
+    """The nodes of a pass over drafts.
+
+    Args:
+      lattice: what the drafter offers.
+      request: its limits, and the noise of drafts that are drawn.
+      anchor, position: the last committed token, and where it stands.
+      remaining: tokens that may still be emitted.
+    """
+    limits = request.limits
+    # A draft behind the last token that may be emitted is of no use. It limits
+    # a path, not the number of siblings.
+    depth = jnp.minimum(remaining - 1, limits.depth)
+    vocab = self.config.valid_vocab
+    if self.policy.tree != configs.CHAIN:
+      nodes = self.policy.of_tree(
+        lattice, anchor, nodes=limits.nodes, depth=depth, valid_vocab=vocab
+      )
+      return Drafted(nodes, None)
+    chain = draft_lib.chain(
+      lattice,
+      valid_vocab=vocab,
+      limit=jnp.minimum(depth, limits.nodes - 1),
+      sampling=request.sampling,
+      position=position,
+      sample=self._rejects,
+    )
+    tokens = chain.tokens[: self.policy.rows - 1]
+    nodes = state_lib.run_of(
+      jnp.concatenate([anchor[None], tokens]), 1 + chain.count, prefill=False
+    )
+    return Drafted(nodes, chain)
+
+  def _verify(self, params, carry, request, drafted, size, *, pad_to):
+    """One target pass over the anchor and, unless `size` is 1, the drafts.
 
     The result is padded to `pad_to` nodes, so that passes of different size
     can be branches of one executable.
     """
     model = nnx.merge(self.graphdef, params[0])
-    tokens = carry.anchor[None]
     count = jnp.ones((), jnp.int32)
     if size > 1:
-      tokens = jnp.concatenate([tokens, drafts.tokens[: size - 1]])
-      count = count + drafts.count
-    # Alone, the anchor is certain to be committed: a prefill of one token,
-    # whose state needs no second pass. One that is done commits nothing.
-    alone = pad_to == 1
-    nodes = state_lib.run_of(
-      tokens, jnp.where(carry.done, 0, 1) if alone else count, prefill=alone
-    )
+      # Not to be told apart by the compiler: a chain's pass is that of a tree
+      # of as many rows, to the last bit.
+      nodes = jax.lax.optimization_barrier(drafted.nodes)
+      count = nodes.count
+    else:
+      # Alone, the anchor is certain to be committed: a prefill of one token,
+      # whose state needs no second pass. One that is done commits nothing.
+      alone = pad_to == 1
+      nodes = state_lib.run_of(
+        carry.anchor[None],
+        jnp.where(carry.done, 0, 1) if alone else count,
+        prefill=alone,
+      )
     out = model(nodes, carry.target, self._taps)
     logits = self._penalized(
       model.logits(out.hidden), request, carry.history, nodes
@@ -268,20 +326,22 @@ class StepFns:
     if self._rejects and size > 1:
       law = sampling_lib.law(logits, request.sampling, self.features)
       acceptance = accept.rejection(
-        nodes, drafts, law, request.sampling, position
+        nodes, drafted.chain, law, request.sampling, position
       )
     else:
       choices = sampling_lib.choose(
         logits, request.sampling, self.features, position + nodes.depth + 1
       )
       acceptance = accept.match(nodes, choices)
+    exists = jnp.arange(size) < count
     verified = _Verified(
       tokens=nodes.tokens,
       count=count,
+      depth=jnp.where(exists, nodes.depth, 0).max(),
       taps=out.taps,
       stash=out.stash,
       acceptance=acceptance,
-      healthy=~jnp.any(jnp.isnan(logits).any(axis=-1) & (nodes.depth < count)),
+      healthy=~jnp.any(jnp.isnan(logits).any(axis=-1) & exists),
     )
     return _pad_nodes(verified, size, pad_to)
 

@@ -34,8 +34,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
-from jaxtyping import UInt8 as Byte
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from specpilot_jax.models.state import Nodes, pytree
 
@@ -106,7 +105,7 @@ def best_first(
   *,
   nodes: int,
   valid_vocab: int,
-  order: Byte[Array, "S C C"] | Int[Array, "S C C"] | None = None,
+  order: Integer[Array, "S C C"] | None = None,
   depth: Int[Array, ""] | int | None = None,
   drafts: Int[Array, ""] | int | None = None,
 ) -> Tree:
@@ -181,7 +180,7 @@ def marginal(
   scores: Float[Array, "S C C"],
   *,
   valid_vocab: int,
-  order: Byte[Array, "S C C"] | Int[Array, "S C C"] | None = None,
+  order: Integer[Array, "S C C"] | None = None,
 ) -> tuple[Int[Array, "S C"], Float[Array, "S C"]]:
   """A lattice that is blind to parents, for `best_first`: an ablation.
 

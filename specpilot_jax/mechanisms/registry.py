@@ -9,7 +9,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specpilot_jax.configs import ACCEPTANCE_RULES, WEIGHTS, SystemConfig
+from specpilot_jax.configs import (
+  ACCEPTANCE_RULES,
+  DEFAULT_TREE_NODES,
+  MAX_NODES,
+  TREES,
+  WEIGHTS,
+  SystemConfig,
+)
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import w12
@@ -51,19 +58,26 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Count:
-  """Whole numbers from `lowest` on, or a word that stands for None."""
+  """Whole numbers from `lowest` on, or a word that stands for None.
+
+  `highest` is the last of them; None where there is none.
+  """
 
   lowest: int
   none: str
+  highest: int | None = None
 
   def __str__(self) -> str:
-    return f"{self.none} or a whole number from {self.lowest}"
+    end = "" if self.highest is None else f" to {self.highest}"
+    return f"{self.none} or a whole number from {self.lowest}{end}"
 
   def parse(self, text: str) -> Value:
     if text == self.none:
       return None
     # int() would take "1_0", " 3" and digits of other scripts too.
     if not (text.isascii() and text.isdigit()) or int(text) < self.lowest:
+      raise ValueError
+    if self.highest is not None and int(text) > self.highest:
       raise ValueError
     return int(text)
 
@@ -142,6 +156,36 @@ _ALL = (
     factor="tau",
     exactness="token",
     deployments=("drafter",),
+    requires=("tree=chain",),
+  ),
+  Option(
+    name="tree",
+    summary="which candidates a pass verifies: the drafter's first choices, or"
+    " a tree of the best, each scored given its own parent (marginal: blind to"
+    " parents)",
+    domain=Choice(values=TREES),
+    factor="tau",
+    exactness="token",
+    deployments=("drafter",),
+  ),
+  Option(
+    name="node_budget",
+    summary="nodes of a pass at most, the anchor included; default is the block"
+    f" for a chain, {DEFAULT_TREE_NODES} for a tree",
+    domain=Count(lowest=1, none="default", highest=MAX_NODES),
+    factor="tau",
+    exactness="token",
+    deployments=("drafter",),
+    requires=("num_drafts=block",),
+  ),
+  Option(
+    name="tree_depth",
+    summary="drafts of a path of the tree at most",
+    domain=Count(lowest=1, none="block"),
+    factor="tau",
+    exactness="token",
+    deployments=("drafter",),
+    conflicts=("tree=chain",),
   ),
   Option(
     name="weights",
@@ -183,6 +227,33 @@ def parse_options(
     values[name] = options[name].parse(value)
   check_together(values, options)
   return SystemConfig(**values)
+
+
+def parse_sweep(text: str, base: SystemConfig) -> dict[str, SystemConfig]:
+  """Systems that differ in one option, from `option=value|value|...`.
+
+  Args:
+    text: the option and its values; none from an empty text.
+    base: what the other options are.
+
+  Returns:
+    A system per value, named `option=value`.
+
+  Raises:
+    SpecPilotError: as `parse_options`; a value given twice.
+  """
+  if not text.strip():
+    return {}
+  name, _, values = (part.strip() for part in text.partition("="))
+  kept = {n: v for n, v in changed(base).items() if n != name}
+  out: dict[str, SystemConfig] = {}
+  for value in values.split("|"):
+    setting = f"{name}={value.strip()}"
+    if setting in out:
+      raise SpecPilotError(f"sweep: {setting} is given twice")
+    parts = [f"{n}={v}" for n, v in kept.items()]
+    out[setting] = parse_options(",".join([*parts, setting]))
+  return out
 
 
 def check_together(

@@ -33,7 +33,7 @@ def acceptance(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     return sum(o.metrics.output_tokens for o in chosen) / max(steps, 1)
 
   accepted = [a for o in straight for a in o.metrics.accepted_per_step]
-  slots = max((max(o.metrics.drafted_per_step) for o in outputs), default=0)
+  slots = max((max(o.metrics.depth_per_step) for o in outputs), default=0)
   rates = [float(np.mean([a > k for a in accepted])) for k in range(slots)]
   return {
     "tau": round(tau(straight), 3),

@@ -352,6 +352,10 @@ def snapshot(carry) -> Snapshot:
   """Position, anchor, budget, penalty counts, keys and values up to the
   length, GDN states, conv windows, and the drafter's context.
   """
+  # Copies: on a CPU the host array would share the device's buffer, which the
+  # next step writes over. Whole ones: a slice on the device is an executable
+  # for each length.
+  carry = jax.tree.map(np.array, carry)
   length = int(carry.target.length)
   parts = {
     "position": carry.target.length,
@@ -367,7 +371,7 @@ def snapshot(carry) -> Snapshot:
       parts[f"{i}.conv"] = layer.conv
   if carry.history is not None:
     parts["history.output"] = carry.history.output
-    parts["history.prompt"] = carry.history.prompt.astype(jnp.int32)
+    parts["history.prompt"] = carry.history.prompt.astype(np.int32)
   context = carry.drafter
   if isinstance(context, ScriptContext):
     parts["drafter.length"] = context.length
@@ -381,9 +385,7 @@ def snapshot(carry) -> Snapshot:
       parts[f"drafter.{i}.v"] = v[:, :length]
   else:
     assert not jax.tree.leaves(context), f"unknown {type(context)}"
-  # Copies: on a CPU the host array would share the device's buffer, which the
-  # next step writes over.
-  return {name: np.array(part) for name, part in parts.items()}
+  return parts
 
 
 def differences(
@@ -467,6 +469,7 @@ class Comparison:
 
   accepted: list[int]
   drafted: list[int]
+  depths: list[int]
   emitted: list[int]
   worst: dict[str, float]
 
@@ -476,7 +479,10 @@ class Comparison:
 
 
 def compare(
-  engine: Engine, reference: Reference, *more: Reference
+  engine: Engine,
+  reference: Reference,
+  *more: Reference,
+  keep: list[Snapshot] | None = None,
 ) -> Comparison:
   """Runs the request speculatively; checks every token and every state.
 
@@ -484,16 +490,18 @@ def compare(
     engine: its script, if any, is loaded.
     reference: the one-token referee's run.
     more: further runs to compare the states with.
+    keep: where the state after each step goes.
 
   Raises:
     Mismatch: at the first difference.
   """
   tokens: list[int] = []
-  done = Comparison([], [], [], {})
+  done = Comparison([], [], [], [], {})
   for carry, result in engine.steps(reference.prompt, reference.sampling):
     tokens += result.tokens
     done.accepted.append(result.accepted)
     done.drafted.append(result.drafted)
+    done.depths.append(result.depth)
     done.emitted.append(len(result.tokens))
     step = f"step {len(done.emitted)}, {len(tokens)} tokens"
     if tuple(tokens) != reference.tokens[: len(tokens)]:
@@ -505,6 +513,8 @@ def compare(
     if not tokens:
       raise Mismatch("tokens", f"{step}: nothing was emitted")
     now = snapshot(carry)
+    if keep is not None:
+      keep.append(now)
     for other in (reference, *more):
       found = differences(
         now, other.states[len(tokens) - 1], drafter=other.drafter

@@ -125,21 +125,38 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(found, expected)
     self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)
 
-  def test_too_many_nodes(self):
+  @parameterized.parameters(
+    (dict(tree="best_first", node_budget=64), None),
+    (
+      dict(tree="best_first", node_budget=65),
+      "gdn_verify takes at most 64 nodes, a pass has 96",
+    ),
+    (dict(num_drafts=31), None),
+    (
+      dict(num_drafts=32),
+      "gdn_verify takes paths of at most 32 nodes, a pass has one of 33",
+    ),
+  )
+  def test_too_many_nodes(self, options, refused):
     own = target(Kernels(gdn_verify="interpret"))
-    for drafts in (63, 64):
-      expectation = (
-        pytest.raises(SpecPilotError, match="at most 64 nodes, a pass has 65")
-        if drafts == 64
-        else contextlib.nullcontext()
+    expectation = contextlib.nullcontext()
+    if refused:
+      expectation = pytest.raises(SpecPilotError, match=refused)
+    slots = options.get("num_drafts", 9)
+    with expectation:
+      Engine(
+        own,
+        drafter=PromptLookup(slots),
+        system=SystemConfig(**options),
+        max_seq_len=128,
       )
-      with expectation:
-        Engine(
-          own,
-          drafter=PromptLookup(64),
-          system=SystemConfig(num_drafts=drafts),
-          max_seq_len=128,
-        )
+
+  def test_more_rows_than_the_kernel_of_packed_weights_takes(self):
+    chosen = Kernels(w12_matmul="interpret")
+    kernels_lib.check_passes(chosen, 64, 128, "w12")
+    kernels_lib.check_passes(chosen, 96, 128, "bf16")
+    with pytest.raises(SpecPilotError, match="at most 64 rows, .* 96 nodes"):
+      kernels_lib.check_passes(chosen, 96, 128, "w12")
 
   def test_fewer_nodes_where_shared_memory_is_small(self):
     chosen = Kernels(gdn_verify="triton")

@@ -97,6 +97,17 @@ class FickleDrafter(WrongDrafter):
     return jnp.asarray([0, 3, 2, 1, 0, 1], jnp.int32)[anchor]
 
 
+class ConditionalDrafter(WrongDrafter):
+  """Its law of a slot depends on the draft before."""
+
+  name = "conditional"
+
+  def draft(self, params, context, anchor, position):
+    given = super().draft(params, context, anchor, position)
+    rolled = [jnp.roll(given.scores, place, axis=1) for place in range(4)]
+    return dataclasses.replace(given, scores=jnp.stack(rolled, axis=1))
+
+
 @functools.cache
 def target():
   return kit.build(CONFIG, "float32", seed=3, scale=SCALE)
@@ -298,6 +309,13 @@ def certain_drafts(lattice, **settings):
   return dataclasses.replace(drafts, tokens=tokens)
 
 
+def law_of_the_best_parent(lattice, **settings):
+  """Drafts are drawn given their parents; the law is that of the best one."""
+  drafts = _chain(lattice, **settings)
+  best = _chain(lattice, **(settings | {"sample": False}))
+  return dataclasses.replace(drafts, log_law=best.log_law)
+
+
 class LawTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -312,6 +330,12 @@ class LawTest(parameterized.TestCase):
     acceptance=("match", "rejection"),
   )
   def test_exact(self, acceptance, sampling, drafter):
+    self.check(acceptance, sampling, drafter)
+
+  def test_exact_given_the_parent(self):
+    self.check("rejection", PLAIN, ConditionalDrafter)
+
+  def check(self, acceptance, sampling, drafter):
     joint = exact_law(sampling)
     tokens, accepted, drafted = sample(sampling, acceptance, drafter)
     found = p_values(tokens, joint)
@@ -344,6 +368,14 @@ class LawTest(parameterized.TestCase):
     ("accepts_too_much", accept, "rejection", lenient),
     ("residual_not_subtracted", accept, "rejection", no_residual),
     ("law_of_drafts_wrong", draft_lib, "chain", certain_drafts),
+    (
+      "law_of_another_parent",
+      draft_lib,
+      "chain",
+      law_of_the_best_parent,
+      "rejection",
+      ConditionalDrafter,
+    ),
     ("noise_shared", sampling_lib, "gumbel", one_stream),
     ("noise_keyed_by_step", sampling_lib, "choose", step_noise, "match"),
     (

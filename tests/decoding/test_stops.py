@@ -307,6 +307,7 @@ class StopsTest(kit.Float64TestCase):
       m = result.metrics
       self.assertEqual(m.output_tokens, len(result.token_ids))
       self.assertEqual(m.num_steps, len(m.drafted_per_step))
+      self.assertEqual(m.depth_per_step, m.drafted_per_step)  # of a chain
       lost = 0
       for emitted, drafted, accepted in zip(
         m.emitted_per_step,

@@ -52,7 +52,7 @@ def lattice(seed, *, conditional, step=None, slots=SLOTS, missing=0.2):
   return tokens, np.take_along_axis(scores, order, axis=-1), None, count
 
 
-def oracle(tokens, scores, order, count, *, nodes, depth=None):
+def oracle(tokens, scores, order, count, *, nodes, depth=None, blind=False):
   """The heap's tree over a lattice, sums in float32."""
   recording = lattices.Recording(
     request="r",
@@ -64,7 +64,7 @@ def oracle(tokens, scores, order, count, *, nodes, depth=None):
     order=None if order is None else order[None],
     counts=np.asarray([count], np.int16),
   )
-  policy = replay.BestFirst(nodes, depth=depth, single=True)
+  policy = replay.BestFirst(nodes, depth=depth, single=True, blind=blind)
   return policy.build(recording, 0)
 
 
@@ -283,6 +283,7 @@ class TreeTest(parameterized.TestCase):
       np.testing.assert_array_equal(blind_ids[there], ids[there])
       tree = device(blind_ids, blind_scores, None, count, nodes=33)
       check(tree, oracle(ids, flat, None, count, nodes=33))
+      check(tree, oracle(*case, nodes=33, blind=True))
       aware = device(*case, nodes=33)
       differ += live(tree) != live(aware)
       length = 1 + sum(
@@ -343,26 +344,28 @@ class TreeTest(parameterized.TestCase):
 
 
 def test_limits_compile_once():
-  case = lattice(0, conditional=True)
   traces = []
 
-  def build(*args, **settings):
-    traces.append(1)
-    return tree_lib.best_first(*args, nodes=16, **settings)
-
-  compiled = jax.jit(build, static_argnames=("valid_vocab",))
-  tokens, scores, order, _ = case
-  for count, depth, drafts, anchor in ((15, 15, 15, 1), (3, 2, 9, 2)):
-    compiled(
-      np.int32(anchor),
+  @jax.jit
+  def limited(anchor, tokens, scores, order, count, depth, drafts):
+    traces.append(None)
+    return tree_lib.best_first(
+      anchor,
       tokens,
       scores,
-      np.int32(count),
-      valid_vocab=VOCAB,
+      count,
       order=order,
-      depth=np.int32(depth),
-      drafts=np.int32(drafts),
+      nodes=16,
+      valid_vocab=VOCAB,
+      depth=depth,
+      drafts=drafts,
     )
+
+  tokens, scores, order, _ = lattice(0, conditional=True)
+  for numbers in ((1, 15, 15, 15), (2, 3, 2, 9), (3, 15, 0, 0)):
+    anchor, count, depth, drafts = map(np.int32, numbers)
+    tree = limited(anchor, tokens, scores, order, count, depth, drafts)
+    assert tree.tokens[0] == anchor and tree.count <= 1 + drafts
   assert len(traces) == 1
 
 

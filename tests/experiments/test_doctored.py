@@ -101,7 +101,8 @@ def cut(record, tokens, reason="stop", stop=None, accounts=True):
     return
   m = record["metrics"]
   m["emitted_per_step"] = [1] * tokens
-  m["drafted_per_step"] = m["accepted_per_step"] = [0] * tokens
+  for field in ("drafted", "depth", "accepted"):
+    m[f"{field}_per_step"] = [0] * tokens
   m["cut_steps"] = m["num_draft_tokens"] = m["num_accepted_draft_tokens"] = 0
   m["num_spec_steps"], m["acceptance_length"] = tokens, 1.0
   m["itl_ms"] = [1.0] * (tokens - 1)

@@ -291,6 +291,28 @@ BAD = (
     "--set=num_drafts needs a drafter",
   ),
   (["--set=weights=int8"], "weights='int8'"),
+  (
+    ["--set=tree=best_first,acceptance=rejection", "--temperature=1"],
+    "acceptance=rejection at temperature 1 is for chains",
+  ),
+  (["--drafter=none", "--set=tree=marginal"], "--set=tree needs a drafter"),
+  (["--sweep=node_budget"], "node_budget=''"),
+  (["--sweep=budget=8|16"], "unknown option 'budget'"),
+  (["--sweep=node_budget=8|8"], "node_budget=8 is given twice"),
+  (["--sweep=node_budget=8|200"], "node_budget='200'"),
+  (["--sweep=tree_depth=3|4"], "tree_depth=3 conflicts with tree=chain"),
+  (
+    ["--drafter=none", "--sweep=node_budget=8"],
+    "node_budget=8 needs a drafter",
+  ),
+  (
+    [
+      "--set=acceptance=rejection",
+      "--sweep=tree=chain|marginal",
+      "--temperature=1",
+    ],
+    "not for tree=marginal",
+  ),
   (["--set=weights=w12"], "are not bfloat16 ones"),
   (["--systems=ar,best"], "'best'"),
   (["--systems=ar,ar"], "once"),

@@ -64,6 +64,24 @@ class AcceptanceTest(parameterized.TestCase):
       1 / 5,
     ]
 
+  def test_trees(self):
+    """Positions are those of paths; drafts are all nodes."""
+    tree = record("t", [3, 1, 2], [7, 5, 1], [2, 0, 1])
+    tree["metrics"]["depth_per_step"] = [3, 2, 1]
+    a = metrics.acceptance([tree])
+    assert a["drafted_tokens"] == a["spec_decode_draft_tokens"] == 13
+    assert a["histogram"] == [1, 1, 1, 0]
+    assert a["histogram_by_draft_length"] == {
+      "1": [0, 1], "2": [1, 0, 0], "3": [0, 0, 1, 0],
+    }  # fmt: skip
+    assert a["unconditional_rates"] == [2 / 3, 1 / 3, 0]
+    assert a["conditional_rates"] == [2 / 3, 1, 0]
+    assert math.isclose(a["spec_decode_acceptance_rate"], 100 * 3 / 13)
+    for depths in ([3, 2, 2], [1, 2, 1], [3, 2]):
+      tree["metrics"]["depth_per_step"] = depths
+      with self.assertRaises(metrics.MeasurementError):
+        metrics.acceptance([tree])
+
   def test_without_drafts(self):
     a = metrics.acceptance([record("c", [1, 1], [0, 0], [0, 0])])
     assert a["histogram"] == [2] and a["unconditional_rates"] == []

@@ -41,6 +41,12 @@ class RegistryTest(parameterized.TestCase):
       " acceptance = rejection ,num_drafts=1",
       SystemConfig(acceptance="rejection", num_drafts=1),
     ),
+    ("tree=chain,node_budget=16", SystemConfig(node_budget=16)),
+    (
+      "tree=best_first,node_budget=48,tree_depth=9",
+      SystemConfig(tree="best_first", node_budget=48, tree_depth=9),
+    ),
+    ("tree=marginal,node_budget=default", SystemConfig(tree="marginal")),
   )
   def test_parses(self, text, expected):
     system = registry.parse_options(text)
@@ -59,11 +65,27 @@ class RegistryTest(parameterized.TestCase):
     ("num_drafts=", "num_drafts=''"),
     ("acceptance=greedy", "acceptance='greedy': expected match|rejection"),
     ("num_drafts=3,num_drafts=3", "num_drafts is set twice"),
+    ("tree=wide", "tree='wide': expected chain.best_first.marginal"),
+    ("node_budget=129", "expected default or a whole number from 1 to 128"),
+    ("node_budget=0", "node_budget='0'"),
+    # A chain has one limit, and so has a tree.
+    ("tree=best_first,num_drafts=5", "num_drafts=5 requires tree=chain"),
+    ("num_drafts=5,node_budget=6", "node_budget=6 requires num_drafts=block"),
+    ("tree_depth=5", "tree_depth=5 conflicts with tree=chain"),
   )
   def test_refuses(self, text, message):
     with self.assertRaisesRegex(SpecPilotError, message) as caught:
       registry.parse_options(text)
     assert "\n" not in str(caught.exception)
+
+  def test_sweep(self):
+    assert registry.parse_sweep("", SystemConfig()) == {}
+    base = SystemConfig(tree="best_first", node_budget=5, weights="w12")
+    assert registry.parse_sweep(" node_budget = 8| 16|default", base) == {
+      "node_budget=8": dataclasses.replace(base, node_budget=8),
+      "node_budget=16": dataclasses.replace(base, node_budget=16),
+      "node_budget=default": dataclasses.replace(base, node_budget=None),
+    }
 
   def test_requires(self):
     options = dict(registry.OPTIONS) | {"acceptance": LAW}

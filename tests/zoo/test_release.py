@@ -421,7 +421,7 @@ class EvaluateTest(absltest.TestCase):
         text=None,
         finish_reason=reason,
         stop_reason=None,
-        metrics=RequestMetrics(1, 2, emitted, (3, 3), accepted, 0),
+        metrics=RequestMetrics(1, 2, emitted, (3, 3), (3, 3), accepted, 0),
       )
 
     found = measures.acceptance(

@@ -7,7 +7,9 @@ import shutil
 import pytest
 
 from experiments import results
-from experiments.cost_model import __main__, compare, model
+from experiments.blocks import Plot
+from experiments.cost_model import __main__, budgets, compare, model, sections
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.errors import SpecPilotError
 from tests.experiments.cost_model.test_model import record, run_fixture
 
@@ -29,7 +31,9 @@ def test_another_budget_of_the_same_run(run):
   add(run, one_draft())
   out = model.compute(run)
   (found,) = out["replay"]["real_runs"]
-  assert (found["system"], found["drafts"]) == ("candidate", 1)
+  assert (found["system"], found["policy"]) == ("candidate", "a chain of 1")
+  assert (found["nodes"], found["rows"], found["weights"]) == (2, 2, "bf16")
+  assert found["step_us"] == pytest.approx(150)
   assert found["tau"] == found["tau_measured"] == pytest.approx(4 / 3)
   assert found["difference"] == 0
   assert found["same_output"] == {
@@ -80,34 +84,104 @@ def test_what_cannot_be_compared_is_left_out(run, fields):
 
 
 def test_greedy_decoding_has_one_rule(run):
-  assert compare.drafts_of(one_draft(), 15) == 1
+  assert compare.system_of(one_draft()) == SystemConfig(num_drafts=1)
   greedy = one_draft(options={"acceptance": "rejection"})
-  assert compare.drafts_of(greedy, 15) == 15
+  assert compare.system_of(greedy) == SystemConfig()
   sampled = copy.deepcopy(greedy)
   sampled["sampling"]["temperature"] = 1.0
-  assert compare.drafts_of(sampled, 15) is None
-  assert compare.drafts_of(one_draft(options={"num_drafts": "block"}), 15) == 15
+  assert compare.system_of(sampled) is None
+  block = one_draft(options={"num_drafts": "block", "weights": "w12"})
+  assert compare.system_of(block) == SystemConfig(weights="w12")
+
+
+def test_trees_are_followed(run):
+  """Nodes: 1, 1-2, then 4 and 1-3: the tree accepts the second sibling."""
+  tree = record("candidate", (2, 2), 1.2)
+  tree["options"] = {"tree": "best_first", "node_budget": "5"}
+  add(run, tree)
+  out = model.compute(run)
+  (found,) = out["replay"]["real_runs"]
+  assert found["policy"] == "a best_first tree of 5 nodes"
+  assert (found["nodes"], found["rows"]) == (5, 16)
+  assert found["tau"] == found["tau_measured"] == 2
+  assert found["same_output"]["steps_agreeing"] == 2
+  # 0.2 ms over the one step behind the first; stock's 150 us.
+  times = out["replay"]["pass_times"]["bf16"]
+  assert times["us"] == {"3": pytest.approx(150), "16": pytest.approx(200)}
+  by_nodes = {
+    (tree, b["nodes"]): b["tok_s"]["bf16"]
+    for tree, entries in out["replay"]["policies"].items()
+    for b in entries
+  }
+  assert by_nodes["chain", 3] == pytest.approx(1e6 * (4 / 3) / 150)
+  assert by_nodes["best_first", 8] == pytest.approx(1e4)
+  assert by_nodes["best_first", 32] is None  # Beyond what was measured.
+  assert times["best"] == {
+    "policy": "best_first", "nodes": 8, "tau": 2.0,
+    "tok_s": pytest.approx(1e4),
+  }  # fmt: skip
+  assert times["over_stock"] == pytest.approx(9 / 8)
 
 
 def test_another_run(run, tmp_path):
   other = tmp_path / "other"
   other.mkdir()
   add(other, record("ar", (1, 1, 1, 1), 1.33), one_draft(system="stock"))
-  (found,) = model.compute(run, other)["replay"]["real_runs"]
+  (found,) = model.compute(run, [other])["replay"]["real_runs"]
   assert found["system"] == f"stock of {other}" and found["difference"] == 0
   shutil.rmtree(other)
   other.mkdir()
   add(other, record("ar", (1, 1, 1, 1), 1.33))
   with pytest.raises(SpecPilotError, match="no system there") as caught:
-    model.compute(run, other)
+    model.compute(run, [other])
   assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-  "args", [["RUN", "--against="], ["--against=A", "--against=B", "RUN"]]
+  ("args", "message"),
+  [
+    (["RUN", "--against="], "any number of --against=OTHER"),
+    (["--against=A"], "any number of --against=OTHER"),
+    (["RUN", "--pass_us=1:2", "--pass_us=1:3"], "at most one --pass_us"),
+    (["RUN", "--pass_us=16"], "'16': expected ROWS:MICROSECONDS"),
+    (["RUN", "--pass_us=16:9,16:9"], "'16:9': expected ROWS:MICROSECONDS"),
+    (["RUN", "--pass_us=16:0"], "'16:0': expected ROWS:MICROSECONDS"),
+    (["RUN", "--pass_us=16:nan"], "'16:nan': expected ROWS:MICROSECONDS"),
+  ],
 )
-def test_command_line(args, capsys):
+def test_command_line(args, message, capsys):
   with pytest.raises(SystemExit) as end:
     __main__.main(["cost_model", *args])
   assert end.value.code == 2
-  assert "at most one --against=OTHER" in capsys.readouterr().err
+  err = capsys.readouterr().err
+  assert message in err and err.count("\n") == 1
+
+
+def test_given_pass_times(run):
+  """Rows are those of envelopes: 8 and 16 nodes of a tree take equally long."""
+  given = budgets.parse_times("3:100, 16:140.5,32:160")
+  assert given == {3: 100.0, 16: 140.5, 32: 160.0}
+  out = model.compute(run, given_us=given)
+  found = out["replay"]["pass_times"]["given"]
+  assert (found["best"]["policy"], found["best"]["nodes"]) == ("best_first", 8)
+  assert found["best"]["tok_s"] == pytest.approx(2e6 / 140.5)
+  assert found["over_stock"] == pytest.approx((2 / 140.5) / (4 / 3 / 100))
+  entries = out["replay"]["policies"]["best_first"]
+  by_nodes = {b["nodes"]: b["tok_s"]["given"] for b in entries}
+  assert by_nodes[8] == by_nodes[16] and by_nodes[24] == by_nodes[32]
+  assert by_nodes[48] is None
+  assert "best budget, pass times given: best_first of 8 nodes" in " ".join(
+    sections.lines(out)
+  )
+  shown = [b.caption for b in sections.blocks(out) if isinstance(b, Plot)]
+  assert "Replayed speed by node budget, pass times given" in shown
+  # Stock's own time alone is no sweep.
+  assert "Replayed speed by node budget, pass times bf16" not in shown
+
+
+def test_pass_times_between_measured_rows():
+  times = {16: 100.0, 32: 120.0, 64: 200.0}
+  assert budgets.pass_us(times, 32) == 120
+  assert budgets.pass_us(times, 48) == 160
+  assert budgets.pass_us(times, 8) is None is budgets.pass_us(times, 96)
+  assert budgets.pass_us({}, 16) is None

@@ -129,9 +129,16 @@ def test_factors_by_hand(run):
   assert out["systems"]["ar"]["overhead_factor"] == pytest.approx(110 / 85)
   assert out["replay"]["stock"]["tau"] == pytest.approx(4 / 3)
   assert out["replay"]["stock"]["steps_agreeing"] == 3
-  by_nodes = {b["nodes"]: b["tau"] for b in out["replay"]["budgets"]}
-  assert by_nodes == {3: pytest.approx(4 / 3), 16: 2, 32: 2, 48: 2, 64: 2}
-  best = max(out["replay"]["budgets"], key=lambda b: b["tau"] / b["floor_us"])
+  trees = out["replay"]["policies"]["best_first"]
+  by_nodes = {b["nodes"]: b["tau"] for b in trees}
+  assert by_nodes == {3: pytest.approx(4 / 3)} | dict.fromkeys(
+    (8, 16, 24, 32, 48, 64, 96), 2
+  )
+  (chain,) = out["replay"]["policies"]["chain"]
+  assert (chain["nodes"], chain["tau"]) == (3, pytest.approx(4 / 3))
+  # This lattice is blind to parents as it is.
+  assert out["replay"]["policies"]["marginal"] == trees
+  best = max(trees, key=lambda b: b["tau"] / b["floor_us"])
   assert out["best_tree"] == best
   assert out["tau_factor"] == pytest.approx(best["tau"] / (4 / 3))
   assert out["kernel_factor"] == pytest.approx(100 / best["floor_us"])
@@ -262,6 +269,9 @@ def _profiled(built):
       "--max_tokens=40",
       "--prefill_chunk=16",
       "--min_control_tokens=50",
+      "--systems=ar,stock,candidate",
+      "--set=tree=best_first,node_budget=5",
+      "--sweep=node_budget=24",
       f"--output_dir={built / 'profiled'}",
     )
   assert status == 0
@@ -292,6 +302,37 @@ def test_job_profile(profiled):
   assert "Kernel classes of stock against floors" in page
   text = (profiled / "report.md").read_text()
   assert "timed separately" in text and "best-first tree of 64 nodes" in text
+
+
+def test_systems_of_a_sweep(profiled):
+  """Real runs of trees stand beside their replay, and time the passes."""
+  result = results.read_result(profiled)
+  assert list(result["systems"]) == [
+    "ar",
+    "stock",
+    "candidate",
+    "node_budget=24",
+  ]
+  options = result["systems"]["node_budget=24"]["options"]
+  assert (options["tree"], options["node_budget"]) == ("best_first", "24")
+  cost = result["cost_model"]
+  runs = {run["system"]: run for run in cost["replay"]["real_runs"]}
+  assert (runs["candidate"]["nodes"], runs["candidate"]["rows"]) == (5, 16)
+  assert (runs["node_budget=24"]["nodes"], runs["node_budget=24"]["rows"]) == (
+    24, 32,
+  )  # fmt: skip
+  for run in runs.values():
+    same = run["same_output"]
+    assert same["steps_agreeing"] == same["steps"]
+    assert run["tau"] == pytest.approx(run["tau_measured"])
+  times = cost["replay"]["pass_times"]["bf16"]
+  assert list(times["us"]) == ["10", "16", "32"] and times["best"]
+  # The candidate's step is measured by class, the sweep's are not.
+  assert set(cost["systems"]) == {"ar", "stock", "candidate"}
+  assert cost["systems"]["candidate"]["nodes"] == 5
+  assert cost["systems"]["candidate"]["verify_over_ar_step"] > 0
+  page = (profiled / "report.html").read_text()
+  assert "Replayed speed by node budget, pass times bf16" in page
 
 
 def test_no_time_for_a_cost_model(place, command):

@@ -1,5 +1,7 @@
 """Recorded lattices replay real runs: every step of them in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from flax import nnx
 
 from experiments.cost_model import lattices, recorder, replay
 from specpilot_jax import loading
-from specpilot_jax.configs import SystemConfig
+from specpilot_jax.configs import ATTENTION, GDN, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import Features, SamplingParams
@@ -99,9 +101,9 @@ class ReplayTest(kit.Float64TestCase):
     # A wider tree never accepts less than the chain inside it from one place.
     for recorded in self.kept.values():
       for at in range(len(recorded)):
-        chain = replay.Chain(drafter.num_slots).accepted(recorded, at)
-        tree = replay.BestFirst(32).accepted(recorded, at)
-        self.assertGreaterEqual(tree, chain)
+        chain = replay.Chain(drafter.num_slots).path(recorded, at)
+        tree = replay.BestFirst(32).path(recorded, at)
+        self.assertGreaterEqual(len(tree), len(chain))
 
   def test_passes_that_are_no_passes_of_the_output(self):
     target = kit.build(kit.hybrid(vocab_size=7), "float64")
@@ -119,6 +121,84 @@ class ReplayTest(kit.Float64TestCase):
     self.compare("prompt lookup", target, drafter, prompts, 96, shorter=2)
     counts = np.concatenate([r.counts for r in self.kept.values()])
     self.assertTrue((counts == 0).any() and (counts > 0).any())
+
+
+class Conditional(DFlashDrafter):
+  """Scores given the parent, in steps that float16 holds: replay is exact."""
+
+  def draft(self, params, context, anchor, position):
+    given = super().draft(params, context, anchor, position)
+    parents = jnp.roll(given.tokens, 1, axis=0)[:, :, None]
+    parents = parents.at[0].set(anchor)
+    own = given.tokens[:, None]
+    likes = jnp.where((parents * 3 + own) % 5 < 2, 0.0, -0.75)
+    scores = jnp.round(given.scores[:, None] * 4) / 4 + likes
+    return dataclasses.replace(given, scores=scores)
+
+
+class TreesTest(kit.Float64TestCase):
+  def test_trees_given_the_parent(self):
+    """Real runs of trees, and their replay along stock's output."""
+    config = kit.hybrid(vocab_size=5, layer_types=(ATTENTION, GDN, ATTENTION))
+    target = kit.build(config, "float64")
+    model = DFlash(drafter_config(config), jnp.float64, nnx.Rngs(1))
+    drafter = Conditional(model, target)
+    session = recorder.Session(
+      target,
+      drafter,
+      max_seq_len=96,
+      prefill_chunk=16,
+      features=Features(greedy=True, filters=False, penalties=False),
+    )
+    engines = {
+      tree: Engine(
+        target,
+        drafter=drafter,
+        system=SystemConfig(tree=tree, node_budget=budget),
+        max_seq_len=96,
+        prefill_chunk=16,
+      )
+      for tree, budget in (
+        ("chain", None), ("best_first", 16), ("marginal", 16)
+      )
+    }  # fmt: skip
+    prompts = kit.prompts(4, config.vocab_size)
+    sampling = SamplingParams(max_tokens=48, ignore_eos=True)
+    recorded = []
+    for i, prompt in enumerate(prompts):
+      out = engines["chain"].generate(prompt, sampling)
+      recorded.append(
+        session.record(
+          str(i),
+          prompt,
+          out.token_ids,
+          out.metrics.emitted_per_step,
+          looped=False,
+          max_tokens=48,
+        )
+      )
+      self.assertIsNotNone(recorded[-1].order)
+    taus = {}
+    for tree, budget in (
+      ("chain", None), ("best_first", 7), ("best_first", 16), ("marginal", 16)
+    ):  # fmt: skip
+      engine = engines[tree]
+      engine.set_limits(nodes=budget)
+      emitted = []
+      for prompt, recording in zip(prompts, recorded, strict=True):
+        out = engine.generate(prompt, sampling)
+        self.assertSequenceEqual(recording.output.tolist(), out.token_ids)
+        emitted.append(out.metrics.emitted_per_step)
+      policy = (
+        replay.Chain(drafter.num_slots)
+        if budget is None
+        else replay.BestFirst(budget, blind=tree == "marginal")
+      )
+      found = replay.replay(recorded, policy)
+      self.assertEqual(found.emitted, tuple(emitted))
+      taus[tree, budget] = found.tau
+    self.assertGreater(taus["best_first", 16], taus["chain", None])
+    self.assertEqual(len(set(taus.values())), 4)
 
 
 def test_lattices_are_of_the_contexts_that_the_run_had():
@@ -149,11 +229,11 @@ def test_lattices_are_of_the_contexts_that_the_run_had():
   recorded = session.record("a", prompt, output, emitted, looped=False)
   for at, lattice in zip(starts, drafted, strict=True):
     lattice = jax.device_get(lattice)
-    tokens, scores = lattices.rank(
-      lattice.tokens, lattice.scores, config.valid_vocab
+    tokens, scores, _ = lattices.rank(
+      lattice.tokens[None], lattice.scores[None], config.valid_vocab
     )
-    np.testing.assert_array_equal(recorded.tokens[at], tokens)
-    np.testing.assert_array_equal(recorded.scores[at], scores)
+    np.testing.assert_array_equal(recorded.tokens[at], tokens[0])
+    np.testing.assert_array_equal(recorded.scores[at], scores[0])
 
 
 def test_rejection_sampling_is_refused():

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,9 +142,7 @@ def test_agreement_counts_from_the_real_boundaries():
   emitted = replay.replay([r], policy).emitted[0]
   assert replay.agreement(r, policy, emitted) == len(emitted)
   wrong = [1] * len(r)
-  right = sum(
-    policy.accepted(r, i) == 0 or i == len(r) - 1 for i in range(len(r))
-  )
+  right = sum(not policy.path(r, i) or i == len(r) - 1 for i in range(len(r)))
   assert replay.agreement(r, policy, wrong) == right
 
 
@@ -156,14 +155,34 @@ def test_conditional_chain_follows_its_parents():
 
 
 def test_rank_sorts_and_drops_strangers():
-  tokens, scores = lattices.rank(
-    np.asarray([[5, 3, 9, -1, 2]]),
-    np.asarray([[-1.0, -1.0, 0.0, 0.0, -1e9]]),
+  tokens, scores, order = lattices.rank(
+    np.asarray([[[5, 3, 9, -1, 2, 6]]]),
+    np.asarray([[[-1.0, -1.0, 0.0, 0.0, -1e9, np.nan]]]),
     valid_vocab=8,
   )
-  assert tokens[0, :3].tolist() == [3, 5, 2]
-  assert scores[0, :2].tolist() == [-1, -1] and np.isfinite(scores[0, 2])
-  assert (scores[0, 3:] == -np.inf).all()
+  assert order is None
+  assert tokens[0, 0, :3].tolist() == [3, 5, 2]
+  assert scores[0, 0, :2].tolist() == [-1, -1]
+  assert np.isfinite(scores[0, 0, 2]) and (scores[0, 0, 3:] == -np.inf).all()
+
+
+def test_rank_sorts_under_every_parent():
+  rng = np.random.default_rng(0)
+  tokens = np.stack([[rng.permutation(9)[:4] for _ in range(3)] for _ in "ab"])
+  scores = np.round(rng.normal(0, 2, (2, 3, 4, 4)))  # With ties.
+  same, ranked, order = lattices.rank(tokens, scores, valid_vocab=8)
+  np.testing.assert_array_equal(same, tokens)
+  assert order is not None and order.dtype == np.uint8
+  for n, slot, parent in np.ndindex(2, 3, 4):
+    expected = sorted(
+      (-scores[n, slot, parent, place], tokens[n, slot, place], place)
+      for place in range(4)
+      if tokens[n, slot, place] < 8 and not (slot == 0 and parent)
+    )
+    row, k = ranked[n, slot, parent], len(expected)
+    assert row[:k].tolist() == [-score for score, _, _ in expected]
+    assert (row[k:] == -np.inf).all()
+    assert order[n, slot, parent, :k].tolist() == [p for _, _, p in expected]
 
 
 @pytest.mark.parametrize("conditional", [False, True])
@@ -216,3 +235,58 @@ def test_bad_recordings():
     recording(good.output, good.tokens, good.scores * np.nan)
   with pytest.raises(SpecPilotError, match=re.escape("scores of shape")):
     recording(good.output, good.tokens, good.scores[:, :2])
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+def test_a_sweep_is_a_replay_of_every_budget(conditional):
+  recordings = [
+    random_recording(seed, n=25, slots=6, conditional=conditional)
+    for seed in range(3)
+  ]
+  budgets = (1, 2, 5, 7, 16, 40)
+  settings: dict[str, Any]
+  for settings in ({}, {"depth": 3}, {"blind": True}):
+    swept = replay.sweep(
+      recordings, replay.BestFirst(40, **settings), reversed(budgets)
+    )
+    assert tuple(swept) == budgets
+    for nodes, found in swept.items():
+      one = replay.replay(recordings, replay.BestFirst(nodes, **settings))
+      assert found == one
+    assert swept[1].tau == 1 and swept[40].tau > swept[2].tau > 1
+  swept = replay.sweep(recordings, replay.Chain(6), range(1, 8))
+  for nodes, found in swept.items():
+    assert found == replay.replay(recordings, replay.Chain(nodes - 1))
+  with pytest.raises(ValueError, match="budgets"):
+    replay.sweep(recordings, replay.Chain(6), [8])
+
+
+def test_blind_trees_take_the_scores_under_first_choices():
+  differ = 0
+  for seed in range(10):
+    r = random_recording(seed, slots=5, conditional=True)
+    order = r.order
+    assert order is not None
+    tokens, scores = np.zeros_like(r.tokens), r.scores[:, :, 0].copy()
+    for i in range(len(r)):
+      parent = 0
+      for slot in range(5):
+        row = order[i, slot, parent]
+        tokens[i, slot] = r.tokens[i, slot][row]
+        scores[i, slot] = r.scores[i, slot, parent]
+        parent = row[0]
+    flat = recording(r.output, tokens, scores)
+    for at in range(len(r)):
+      blind = replay.BestFirst(12, blind=True).build(r, at)
+      aware = replay.BestFirst(12).build(r, at)
+      expected = replay.BestFirst(12).build(flat, at)
+      assert paths_of(blind) == paths_of(expected)
+      assert [n.score for n in blind] == [n.score for n in expected]
+      # The parents' first choices are the same chain in all of them.
+      assert paths_of(blind)[:5] == paths_of(aware)[:5]
+      differ += paths_of(blind) != paths_of(aware)
+    # A lattice without parents is blind already.
+    assert replay.replay([flat], replay.BestFirst(12, blind=True)) == (
+      replay.replay([flat], replay.BestFirst(12))
+    )
+  assert differ > 50
