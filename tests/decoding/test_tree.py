@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +69,7 @@ def oracle(tokens, scores, order, count, *, nodes, depth=None, blind=False):
   return policy.build(recording, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("nodes",))
-def build(tokens, scores, order, count, depth, drafts, *, nodes):
+def grow(tokens, scores, order, count, depth, drafts, *, nodes):
   return tree_lib.best_first(
     jnp.asarray(7),
     tokens,
@@ -81,6 +81,9 @@ def build(tokens, scores, order, count, depth, drafts, *, nodes):
     depth=depth,
     drafts=drafts,
   )
+
+
+build = jax.jit(grow, static_argnames=("nodes",))
 
 
 def device(tokens, scores, order, count, *, nodes, depth=None, drafts=None):
@@ -374,11 +377,27 @@ def test_many_at_once():
   cases = [lattice(s, conditional=True, step=0.5) for s in range(4)]
   tokens, scores, order, count = (np.stack(x) for x in zip(*cases, strict=True))
   limits = np.asarray([3, 9, 15, 15])
-  grow = functools.partial(build, nodes=16)
-  batch = jax.vmap(grow)(tokens, scores, order, count, limits, limits)
+  batch = jax.vmap(functools.partial(build, nodes=16))(
+    tokens, scores, order, count, limits, limits
+  )
   for i, case in enumerate(cases):
     limit = int(limits[i])
     one = device(*case, nodes=16, depth=limit, drafts=limit)
     assert live(jax.tree.map(lambda x, i=i: np.asarray(x[i]), batch)) == live(
       one
     )
+
+
+def test_what_an_accelerator_runs_is_the_same():
+  """There the heap's loop is unrolled, with passes to spare."""
+
+  def default(*args, cpu, default):
+    del cpu
+    return default(*args)
+
+  with mock.patch.object(jax.lax, "platform_dependent", default):
+    unrolled = jax.jit(grow, static_argnames=("nodes",))
+    for seed, nodes in itertools.product(range(6), (2, 9, 20)):
+      case = lattice(seed, conditional=True, step=0.5)
+      tree = unrolled(*case, SLOTS, nodes - 1, nodes=nodes)
+      check(jax.tree.map(np.asarray, tree), oracle(*case, nodes=nodes))
