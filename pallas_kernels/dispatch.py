@@ -10,7 +10,18 @@ Implementation = Literal["reference", "triton", "interpret"]
 kernel on an NVIDIA GPU. `interpret`: the same kernel run step by step in JAX,
 for tests."""
 
+VerifyImplementation = Literal["reference", "triton", "interpret", "per_path"]
+"""`per_path`: in plain JAX, each node's path recomputed from the root."""
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+ALTERNATIVES = {"gdn_verify": ("per_path",)}
+"""What an operation has besides: other references, for comparison."""
+
+
+def is_kernel(implementation: str) -> bool:
+  """Whether it is the Pallas kernel, on a GPU or interpreted."""
+  return implementation in ("triton", "interpret")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +42,7 @@ class Kernels:
   """
 
   gdn_decode: Implementation = "reference"
-  gdn_verify: Implementation = "reference"
+  gdn_verify: VerifyImplementation = "reference"
   gdn_commit: Implementation = "reference"
   tree_attention: Implementation = "reference"
   w12_matmul: Implementation = "reference"

@@ -203,6 +203,39 @@ def tree_verify(
   return o, u, decay.T
 
 
+def path_verify(
+  q: Float[Array, "N Hk K"],
+  k: Float[Array, "N Hk K"],
+  v: Float[Array, "N Hv V"],
+  g: Float[Array, "N Hv"],
+  beta: Float[Array, "N Hv"],
+  state: Float[Array, "Hv K V"],
+  mask: Bool[Array, "N N"],
+) -> tuple[
+  Float[Array, "N Hv V"], Float[Array, "N Hv V"], Float[Array, "N Hv"]
+]:
+  """`tree_verify` by recomputing the path from the root to every node.
+
+  What an engine does that has the recurrence alone: a state for each node,
+  taken along the node's own path token by token.
+  """
+  repeat = v.shape[1] // k.shape[1]
+  q, k = (jnp.repeat(x, repeat, axis=1) for x in (q, k))  # [N, Hv, K]
+  states = jnp.broadcast_to(state, (len(q), *state.shape))
+
+  def step(states, token):
+    j, q_j, k_j, v_j, g_j, beta_j, on_path = token
+    s = jnp.exp(g_j)[:, None, None] * states
+    u = beta_j[:, None] * (v_j - _einsum("nhkv,hk->nhv", s, k_j))
+    s = s + k_j[:, :, None] * u[:, :, None, :]
+    states = jnp.where(on_path[:, None, None, None], s, states)
+    return states, (_einsum("hkv,hk->hv", states[j], q_j), u[j])
+
+  tokens = (jnp.arange(len(q)), q, k, v, g, beta, mask.T)
+  _, (o, u) = lax.scan(step, states, tokens)
+  return o, u, _einsum("ij,jh->ih", mask.astype(g.dtype), g)
+
+
 def commit(
   state: Float[Array, "Hv K V"],
   k: Float[Array, "N Hk K"],

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import dispatch, gated_delta
+from pallas_kernels import dispatch, gated_delta, halves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,32 +25,78 @@ class Tile:
   Attributes:
     columns: of a value head's state per program at most.
     num_warps: per program.
+    rows: nodes whose system is inverted as a whole, at most; those behind them
+      are solved by substitution.
   """
 
   columns: int
   num_warps: int
+  rows: int = 32
 
 
-# By padded nodes. On an H200 (27B shapes) 16 nodes take 12.8 us; 64 columns and
-# 8 warps take 13.4. A prototype of the larger ones: 20.3 and 26.9 us.
+# By padded nodes and by the products that stand for one in float32
+# (`products_for`). On an H200 (27B shapes), 16, 32, 48 and 64 nodes: 5.5, 7.8,
+# 11.5 and 14.3 us with one product, 6.2, 10.1, 14.5 and 21.2 with three. Of the
+# others 32 columns and 4 warps come closest (5.9, 9.4, 12.4, 26).
 TILES = {
-  16: Tile(columns=32, num_warps=4),
-  32: Tile(columns=64, num_warps=8),
-  64: Tile(columns=32, num_warps=4),
+  (16, 1): Tile(columns=64, num_warps=4),
+  (32, 1): Tile(columns=64, num_warps=4),
+  (48, 1): Tile(columns=64, num_warps=8),
+  (64, 1): Tile(columns=64, num_warps=8),
+  (16, 3): Tile(columns=64, num_warps=4),
+  (32, 3): Tile(columns=64, num_warps=4),
+  (48, 3): Tile(columns=64, num_warps=8),
+  (64, 3): Tile(columns=64, num_warps=8),
 }
+
+MAX_NODES = max(nodes for nodes, _ in TILES)
+
+_LOG2_E = math.log2(math.e)
+
+
+def products_for(dtype: jnp.dtype) -> int:
+  """Half-precision products for one of float32, by the activations' dtype.
+
+  bfloat16 activations carry 2^-9, so that single products (2^-12) are as good;
+  float32 ones take three. The solve is accurate to float32 with both.
+  """
+  return 1 if dtype == jnp.bfloat16 else 3
 
 
 def max_nodes(memory: int, key_dim: int = 128) -> int:
-  """The most nodes that the kernel takes on a GPU.
+  """The most nodes that the kernel takes on a GPU, whatever the dtype.
 
-  Triton keeps keys and queries of all nodes in shared memory, in two layouts
-  each: 128 kB for 64 nodes with keys of 128 numbers.
+  Triton keeps keys and queries of all nodes and a block of the state in shared
+  memory, two halves of each: 96 kB for 64 nodes with keys of 128 numbers.
 
   Args:
     memory: shared memory of a program in bytes.
     key_dim: K.
   """
-  return max(n for n in TILES if 4 * 4 * n * key_dim <= memory)
+  return max(
+    nodes
+    for (nodes, products), tile in TILES.items()
+    if products == 3 and 4 * key_dim * (tile.columns + 2 * nodes) <= memory
+  )
+
+
+def _padded(n: int) -> int:
+  """Nodes of the smallest tile that has room for so many."""
+  if n > MAX_NODES:
+    raise ValueError(
+      f"verify's kernel takes at most {MAX_NODES} nodes, got {n}"
+    )
+  return min(nodes for nodes, _ in TILES if n <= nodes)
+
+
+def _row_tiles(nodes: int, rows: int) -> list[tuple[int, int]]:
+  """First row and rows of each tile: powers of two, as Triton's are."""
+  tiles, first = [], 0
+  while first < nodes:
+    size = min(rows, 1 << ((nodes - first).bit_length() - 1))
+    tiles.append((first, size))
+    first += size
+  return tiles
 
 
 def verify(
@@ -62,7 +108,7 @@ def verify(
   mask: Bool[Array, "N N"],
   *,
   key_heads: int,
-  implementation: dispatch.Implementation = "reference",
+  implementation: dispatch.VerifyImplementation = "reference",
 ) -> tuple[
   Float[Array, "N Hv V"],
   Float[Array, "N Hk K"],
@@ -74,17 +120,19 @@ def verify(
   Args:
     mixed: [q | k | v] behind convolution and activation, in the state's dtype.
     projected: its last columns are [b | a]; the others are not read.
-    state: float32 (float64 in the reference).
+    state: float32 (float64 in the references).
     mask: mask[i, j] is True where j is i or an ancestor of i; parents come
       before their children.
     key_heads: Hk; C = 2 Hk K + Hv V.
-    implementation: the kernel takes float32 and up to 64 nodes.
+    implementation: `per_path` recomputes each node's path from the root, as
+      engines without the tree form do. The kernel takes float32 and up to 64
+      nodes; its products are `products_for` the dtype of `projected`.
 
   Returns:
     Outputs before the gated norm, and what `gated_delta.commit` needs:
     normalised keys, updates u, path log-decays.
   """
-  if implementation != "reference":
+  if dispatch.is_kernel(implementation):
     return _verify_kernel(
       mixed, projected, a_log, dt_bias, state, mask, key_heads, implementation
     )
@@ -93,8 +141,67 @@ def verify(
   q, k, v, g, beta = gated_delta.prepare(
     mixed, b, a, a_log, dt_bias, key_heads=key_heads, key_dim=key_dim
   )
-  o, u, decay = gated_delta.tree_verify(q, k, v, g, beta, state, mask)
+  form = (
+    gated_delta.path_verify
+    if implementation == "per_path"
+    else gated_delta.tree_verify
+  )
+  o, u, decay = form(q, k, v, g, beta, state, mask)
   return o, k, u, decay
+
+
+def _after_the_loads(x):
+  """x, of which Triton asks for another layout only where this stands.
+
+  It would else convert, and wait for x, between this load and the next ones.
+  A reduction over nothing is what its passes do not move.
+  """
+  return jnp.max(x[None], axis=0)
+
+
+def _largest(x):
+  """Of each column."""
+  return jnp.max(jnp.abs(x), axis=0)
+
+
+def _exp(x):
+  """Its argument rounded to float32 once more: one instruction, not eight."""
+  return jnp.exp2(x * _LOG2_E)
+
+
+def _indices(n):
+  return (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
+
+
+def _unit_lower_inverses(systems):
+  """(I + A)^-1 of strictly lower triangular tiles, to about 2^-9.
+
+  As `gated_delta.unit_lower_inverse` does it, on whole matrices: with M the
+  inverses of the diagonal blocks and C what joins pairs of them, the inverses
+  of the joined blocks are M - M C M.
+  """
+
+  inverses = []
+  for system in systems:
+    row, column = _indices(system.shape[0])
+    pair = (row >> 1) == (column >> 1)
+    eye = jnp.where(row == column, 1.0, 0.0)
+    inverses.append(eye - jnp.where(pair, system, 0.0))
+  # A loop would be a third of the code, and is slower (8.1 us or 8.9 for 32
+  # nodes): its masks are not constants.
+  for level in range(1, max(x.shape[0] for x in systems).bit_length() - 1):
+    for i, system in enumerate(systems):
+      if system.shape[0] < 4 << (level - 1):
+        continue  # all of it is joined
+      row, column = _indices(system.shape[0])
+      joins = ((row >> (level + 1)) == (column >> (level + 1))) & (
+        (row >> level) != (column >> level)
+      )
+      between = halves.split(jnp.where(joins, system, 0.0), 1)
+      half = halves.split(inverses[i], 1)
+      right = halves.split(halves.dot(between, half), 1)
+      inverses[i] -= halves.dot(half, right)
+  return inverses
 
 
 def _program(
@@ -113,57 +220,99 @@ def _program(
   decay_ref,
   *,
   repeat,
-  precision,
+  tiles,
+  products,
 ):
   """One value head, some columns of its state.
 
-  The system is inverted as `gated_delta.unit_lower_inverse` does it, on whole
-  matrices: with M the inverses of the diagonal blocks and C what joins pairs
-  of them, the inverses of the joined blocks are M - M C M.
+  Every number that a program needs is asked for before any is used, and none
+  is written before all are read: loads do not pass stores.
   """
-  dot = functools.partial(
-    jnp.dot, precision=precision, preferred_element_type=jnp.float32
-  )
   head, block = pl.program_id(0), pl.program_id(1)
-  q = gated_delta.l2_normalize(q_ref[...])  # [N, K]
-  q = q * q.shape[1] ** -0.5
-  k = gated_delta.l2_normalize(k_ref[...])
+  nodes = [pl.ds(*x) for x in tiles]
+  number = range(len(tiles))
+  pairs = [(i, j) for i in number for j in range(i + 1)]
+  split = functools.partial(halves.split, products=products)
+
+  state = state_ref[...]  # [K, columns]
+  rate, bias = a_log_ref[head], dt_bias_ref[head]
+  a = [a_ref[i].astype(jnp.float32) + bias for i in nodes]
+  b = [b_ref[i].astype(jnp.float32) for i in nodes]
+  seen = {(i, j): mask_ref[nodes[i], nodes[j]] != 0 for i, j in pairs}
+  v = [v_ref[i, :] for i in nodes]
+  k = [k_ref[i, :] for i in nodes]  # [rows, K]
+  q = [q_ref[i, :] for i in nodes]
+  v = [_after_the_loads(x) for x in v]
+
+  # The state and what is solved for, in the range of halves.
+  down, up = halves.window(  # [1, columns]
+    functools.reduce(jnp.maximum, [_largest(x) for x in (state, *v)])[None, :]
+  )
+  state = split(state * down)
+  k = [gated_delta.l2_normalize(x) for x in k]
+  q = [gated_delta.l2_normalize(x) for x in q]  # times K^-0.5 in the end
+  scale = k[0].shape[1] ** -0.5
+
+  # Products that share an operand stand together: it need not be kept.
+  kk, qk, k_state, q_state = {}, {}, [], []
+  keys = [split(x) for x in k]
+  across = [halves.transpose(x) for x in keys]
+  for i in number:
+    for j in range(i + 1):
+      kk[i, j] = halves.dot(keys[i], across[j])
+    k_state.append(halves.dot(keys[i], state))
+  for i in number:
+    queries = split(q[i])
+    for j in range(i + 1):
+      qk[i, j] = halves.dot(queries, across[j])
+    q_state.append(halves.dot(queries, state))
+
+  beta = [jax.nn.sigmoid(x)[:, None] for x in b]
+  softplus = [jnp.maximum(x, 0) + jnp.log(1 + jnp.exp(-jnp.abs(x))) for x in a]
+  g = [-jnp.exp(rate) * x for x in softplus]
+  decay = [jnp.zeros(rows, jnp.float32) for _, rows in tiles]
+  for i, j in pairs:
+    seen_g = jnp.where(seen[i, j], g[j][None, :], 0.0)
+    decay[i] += jnp.sum(seen_g, axis=1)
+  system, weights = {}, {}
+  for i, j in pairs:
+    difference = decay[i][:, None] - decay[j][None, :]
+    # Masked before the exponential: outside the path it may overflow.
+    ratio = _exp(jnp.where(seen[i, j], difference, 0.0))
+    ratio = jnp.where(seen[i, j], ratio, 0.0)
+    weights[i, j] = split(qk[i, j] * ratio)
+    system[i, j] = beta[i] * kk[i, j] * ratio
+    if i == j:
+      row, column = _indices(tiles[i][1])
+      system[i, i] = jnp.where(row != column, system[i, i], 0.0)
+  inverse = _unit_lower_inverses([system[i, i] for i in number])
+
+  # The inverse is rough; a step of refinement squares its error. What is left
+  # of the right-hand side takes three products whatever the others take.
+  u = []
+  for i in number:
+    kept = _exp(decay[i])[:, None]
+    right = beta[i] * (v[i] * down - kept * k_state[i])
+    for j in range(i):
+      right -= halves.dot(halves.split(system[i, j], 3), u[j])
+    rough = halves.split(inverse[i], 1)
+    solved = halves.dot(rough, halves.split(right, 1))
+    left = right - solved
+    left -= halves.dot(halves.split(system[i, i], 3), halves.split(solved, 3))
+    solved += halves.dot(rough, halves.split(left, 1))
+    u.append(halves.split(solved, 3))
+    u_ref[nodes[i], :] = solved * up
+  for i in number:
+    o = _exp(decay[i])[:, None] * q_state[i]
+    for j in range(i + 1):
+      o += halves.dot(weights[i, j], u[j][: len(weights[i, j])])
+    o_ref[nodes[i], :] = o * (up * scale)
+    decay_ref[nodes[i]] = decay[i]  # each program of a head writes the same
 
   @pl.when((head % repeat == 0) & (block == 0))
   def _():
-    key_ref[...] = k
-
-  beta = jax.nn.sigmoid(b_ref[...].astype(jnp.float32))[:, None]
-  a = a_ref[...].astype(jnp.float32) + dt_bias_ref[head].astype(jnp.float32)
-  softplus = jnp.maximum(a, 0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
-  g = -jnp.exp(a_log_ref[head].astype(jnp.float32)) * softplus
-  state = state_ref[...]  # [K, columns]
-  mask = mask_ref[...] != 0  # [N, N]
-  n = q.shape[0]
-  row = lax.broadcasted_iota(jnp.int32, (n, n), 0)
-  column = lax.broadcasted_iota(jnp.int32, (n, n), 1)
-
-  decay = jnp.sum(jnp.where(mask, g[None, :], 0.0), axis=1)
-  difference = jnp.where(mask, decay[:, None] - decay[None, :], 0.0)
-  ratio = jnp.where(mask, jnp.exp(difference), 0.0)
-  system = jnp.where(row != column, beta * dot(k, k.T) * ratio, 0.0)
-  inverse = jnp.where(row == column, 1.0, 0.0)
-  size = 1
-  while size < n:
-    joins = (row // (2 * size) == column // (2 * size)) & (
-      row // size != column // size
-    )
-    between = jnp.where(joins, system, 0.0)
-    if size > 1:
-      between = dot(inverse, dot(between, inverse))
-    inverse = inverse - between
-    size *= 2
-
-  carried = jnp.exp(decay)[:, None]
-  u = dot(inverse, beta * (v_ref[...] - carried * dot(k, state)))
-  o_ref[...] = carried * dot(q, state) + dot(dot(q, k.T) * ratio, u)
-  u_ref[...] = u
-  decay_ref[...] = decay  # each program of a head writes the same
+    for i in number:
+      key_ref[nodes[i], :] = k[i]
 
 
 def _verify_kernel(
@@ -173,10 +322,9 @@ def _verify_kernel(
   heads, key_dim, value_dim = state.shape
   if state.dtype != jnp.float32:
     raise ValueError(f"verify's kernel takes float32, not {state.dtype}")
-  nodes = max(16, 1 << (n - 1).bit_length())
-  if nodes not in TILES:
-    raise ValueError(f"verify's kernel takes at most 64 nodes, got {n}")
-  tile = TILES[nodes]
+  nodes = _padded(n)
+  products = products_for(projected.dtype)
+  tile = TILES[nodes, products]
   repeat = heads // key_heads
   first_value = 2 * key_heads * key_dim
   columns = math.gcd(tile.columns, value_dim, first_value)
@@ -207,14 +355,12 @@ def _verify_kernel(
   per_key_head = pl.BlockSpec(
     (nodes, None, key_dim), lambda head, block: (0, head // repeat, 0)
   )
-  interpret = implementation == "interpret"
   outputs = pl.pallas_call(
     functools.partial(
       _program,
       repeat=repeat,
-      precision=lax.Precision.HIGHEST
-      if interpret
-      else lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+      tiles=_row_tiles(nodes, tile.rows),
+      products=products,
     ),
     grid=(heads, value_dim // columns),
     in_specs=[
@@ -237,8 +383,10 @@ def _verify_kernel(
       jax.ShapeDtypeStruct((nodes, heads, value_dim), jnp.float32),
       jax.ShapeDtypeStruct((nodes, heads), jnp.float32),
     ],
-    compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps),
-    interpret=interpret,
+    compiler_params=pltriton.CompilerParams(
+      num_warps=tile.num_warps, num_stages=1
+    ),
+    interpret=implementation == "interpret",
     name="gdn_verify",
   )(mixed, mixed, mixed, projected, projected, a_log, dt_bias, mask, state)
   return tuple(x[:n] for x in outputs)

@@ -1,9 +1,11 @@
 """The choice of kernels: as text, and whether a model can run with it."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import dispatch, gdn_verify, w12_matmul
-from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
+from pallas_kernels.dispatch import ALTERNATIVES, IMPLEMENTATIONS, Kernels
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 
@@ -16,20 +18,19 @@ _POWERS_OF_TWO = {
 }
 """Sizes that a kernel's tiles are made of."""
 
-_CHOICES = " or ".join((", ".join(IMPLEMENTATIONS[:-1]), IMPLEMENTATIONS[-1]))
-
 
 def parse(text: str) -> Kernels:
   """`reference`, `triton` or `interpret`, or op=implementation,...
 
-  Operations that a list leaves out take the reference.
+  Operations that a list leaves out take the reference. Some have alternatives
+  of their own (`dispatch.ALTERNATIVES`).
 
   Raises:
     SpecPilotError: an unknown operation or implementation, one named twice.
   """
   if "=" not in text:
     return Kernels.all(_implementation(text, "kernels"))
-  chosen: dict[str, dispatch.Implementation] = {}
+  chosen: dict[str, Any] = {}
   for part in text.split(","):
     name, _, value = (x.strip() for x in part.partition("="))
     if name not in Kernels.operations():
@@ -39,15 +40,20 @@ def parse(text: str) -> Kernels:
       )
     if name in chosen:
       raise SpecPilotError(f"kernels: {name} is given twice")
-    chosen[name] = _implementation(value, f"kernels: {name}")
+    chosen[name] = _implementation(
+      value, f"kernels: {name}", ALTERNATIVES.get(name, ())
+    )
   return Kernels(**chosen)
 
 
-def _implementation(text: str, what: str) -> dispatch.Implementation:
-  for known in IMPLEMENTATIONS:
-    if text == known:
-      return known
-  raise SpecPilotError(f"{what} must be {_CHOICES}, got {text!r}")
+def _implementation(
+  text: str, what: str, alternatives: tuple[str, ...] = ()
+) -> Any:
+  known = (*IMPLEMENTATIONS, *alternatives)
+  if text not in known:
+    choices = " or ".join((", ".join(known[:-1]), known[-1]))
+    raise SpecPilotError(f"{what} must be {choices}, got {text!r}")
+  return text
 
 
 def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
@@ -62,8 +68,9 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
     SpecPilotError: a `triton` kernel without an NVIDIA GPU, a dtype or a head
       size that a kernel does not take.
   """
-  chosen = {k: v for k, v in as_dict(kernels).items() if v != "reference"}
-  for name, implementation in chosen.items():
+  for name, implementation in as_dict(kernels).items():
+    if not dispatch.is_kernel(implementation):
+      continue
     if implementation == "triton" and jax.default_backend() != "gpu":
       raise SpecPilotError(
         f"kernel {name}: triton needs an NVIDIA GPU, JAX runs on"
@@ -121,10 +128,10 @@ def check_passes(
       of so few tokens that they would be computed by the kernels that scoring
       is to judge.
   """
-  limit = max(gdn_verify.TILES)
+  limit = gdn_verify.MAX_NODES
   if kernels.gdn_verify == "triton":
     limit = gdn_verify.max_nodes(dispatch.shared_memory())
-  if kernels.gdn_verify != "reference" and nodes > limit:
+  if dispatch.is_kernel(kernels.gdn_verify) and nodes > limit:
     raise SpecPilotError(
       f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"
     )

@@ -13,6 +13,7 @@ from flax import nnx
 
 from pallas_kernels import (
   add_norm,
+  dispatch,
   gdn_commit,
   gdn_decode,
   gdn_verify,
@@ -100,6 +101,10 @@ class EngineTest(parameterized.TestCase):
       lengths = {len(step) for steps in expected for step in steps[:-1]}
       self.assertGreater(len(lengths), 1)
 
+  def test_paths_one_by_one(self):
+    chosen = Kernels(gdn_verify="per_path")
+    self.assertEqual(decoded(chosen, True), decoded(REFERENCE, True))
+
   @parameterized.product(
     operation=(*Kernels.operations(), None), stock=(False, True)
   )
@@ -162,12 +167,16 @@ class EngineTest(parameterized.TestCase):
     chosen = Kernels(gdn_verify="triton")
     for gpu in lowering.GPUS:
       with lowering.on(gpu):
-        kernels_lib.check_passes(chosen, 32, 64, "bf16")
-        if "RTX" in gpu:
-          with pytest.raises(SpecPilotError, match="at most 32 nodes.* has 33"):
-            kernels_lib.check_passes(chosen, 33, 64, "bf16")
-        else:
-          kernels_lib.check_passes(chosen, 64, 64, "bf16")
+        kernels_lib.check_passes(chosen, 64, 64, "bf16")
+    with mock.patch.object(dispatch, "shared_memory", return_value=80 << 10):
+      kernels_lib.check_passes(chosen, 48, 64, "bf16")
+      with pytest.raises(SpecPilotError, match="at most 48 nodes.* has 49"):
+        kernels_lib.check_passes(chosen, 49, 64, "bf16")
+
+  def test_paths_one_by_one_take_any_number_of_nodes_and_any_dtype(self):
+    chosen = kernels_lib.parse("gdn_verify=per_path")
+    kernels_lib.check_passes(chosen, 128, 64, "bf16")
+    kernels_lib.check(chosen, CONFIG, "float64")
 
   def test_scores_are_the_references(self):
     for chosen in ("gdn_decode", "add_norm"):
@@ -184,6 +193,7 @@ class ChoiceTest(parameterized.TestCase):
     ("reference", REFERENCE),
     ("triton", Kernels.all("triton")),
     ("gdn_decode=triton", Kernels(gdn_decode="triton")),
+    ("gdn_verify=per_path", Kernels(gdn_verify="per_path")),
     (
       "gdn_decode=triton, tree_attention=interpret",
       Kernels(gdn_decode="triton", tree_attention="interpret"),
@@ -197,6 +207,9 @@ class ChoiceTest(parameterized.TestCase):
     ("cuda", "got 'cuda'"),
     ("gdn=triton", "unknown operation 'gdn'; operations: gdn_decode"),
     ("gdn_decode=", "kernels: gdn_decode must be reference"),
+    ("per_path", "kernels must be reference, triton or interpret"),
+    ("gdn_commit=per_path", "kernels: gdn_commit must be reference"),
+    ("gdn_verify=x", "triton, interpret or per_path, got 'x'"),
     ("gdn_decode=triton,gdn_decode=triton", "gdn_decode is given twice"),
     ("gdn_decode=triton,triton", "unknown operation 'triton'"),
   )

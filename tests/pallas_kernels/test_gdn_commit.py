@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import gated_delta, gdn_commit
 from tests import trees
+from tests.decoding import kit
 from tests.pallas_kernels import lowering
 from tests.pallas_kernels.test_gated_delta import inputs
 
@@ -18,10 +19,16 @@ interpreted = jax.jit(
 
 
 class CommitTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(kit.quick_compilation())
+
   @parameterized.product(size=(1, 5, 16, 33), repeat=(1, 3))
   def test_against_the_reference_in_float64(self, size, repeat):
     rng = np.random.default_rng(size)
     parents = trees.random_parents(rng, size)
+    if size > gdn_commit.ROWS:  # a path that takes several steps
+      parents = [*range(-1, size - 3), 5, size - 4]
     path = trees.path_to(parents, size - 1)
     (_, k, v, g, _), state = inputs(
       rng, size, repeat=repeat, key_dim=16, value_dim=32
