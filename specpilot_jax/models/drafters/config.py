@@ -2,13 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from specpilot_jax import configs
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
-
-DFLASH = "DFlashDraftModel"
 
 # Fields that say nothing about the function that a drafter computes.
 _INERT = frozenset({
@@ -26,11 +24,12 @@ _FIXED = {
 _READ = frozenset({
   "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
   "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-  "rope_theta", "rope_parameters", "max_position_embeddings", "block_size",
+  "rope_theta", "rope_parameters", "max_position_embeddings",
   "num_target_layers", "dflash_config", "use_sliding_window",
   "sliding_window",
 })  # fmt: skip
-_DFLASH_READ = frozenset({"target_layer_ids", "mask_token_id", "block_size"})
+_EITHER = frozenset({"target_layer_ids", "mask_token_id", "block_size"})
+"""Fields that stand in `dflash_config` or beside it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +48,14 @@ class DrafterConfig:
     num_target_layers: layers of the target that it was trained for.
     sliding_window: context tokens that it sees at most; None for all.
   """
+
+  kind: ClassVar[str] = "dflash"
+  architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)
+  own: ClassVar[tuple[str, ...]] = ()
+  """Attributes that are fields of `config.json` under the same name."""
+  fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+  """Fields that this implementation supports at some values alone."""
+  inert: ClassVar[frozenset[str]] = frozenset()
 
   name: str
   vocab_size: int
@@ -102,30 +109,60 @@ class DrafterConfig:
           f" {target.name} has {other}"
         )
 
+  @property
+  def num_slots(self) -> int:
+    """Drafts of a block: the predictions of its last so many rows."""
+    return self.block_size - 1
+
   @classmethod
-  def from_hf(cls, config: Mapping[str, Any], name: str) -> "DrafterConfig":
-    """Reads a released DFlash `config.json`; unknown fields are refused."""
-    dflash = dict(config.get("dflash_config") or {})
+  def from_hf(cls, config: Mapping[str, Any], name: str) -> Self:
+    """Reads a released `config.json`; unknown fields are refused.
+
+    Returns:
+      A config of the class that its `architectures` name, of this one where
+      there are none.
+    """
+    classes = {a: c for c in _classes(cls) for a in c.architectures}
+    for architecture in config.get("architectures") or ():
+      if architecture not in classes:
+        raise SpecPilotError(
+          f"{name}: architecture {architecture!r} is not one of"
+          f" {', '.join(classes)}"
+        )
+      return classes[architecture]._read(config, name)
+    return cls._read(config, name)
+
+  @classmethod
+  def _read(cls, config: Mapping[str, Any], name: str) -> Self:
+    nested = dict(config.get("dflash_config") or {})
+    either = _EITHER | cls.fixed.keys() | cls.inert | set(cls.own)
     for known, fields, prefix in (
-      (_READ | _INERT | _FIXED.keys(), config, ""),
-      (_DFLASH_READ, dflash, "dflash_config."),
+      (_READ | _INERT | _FIXED.keys() | either, config, ""),
+      (either, nested, "dflash_config."),
     ):
       for field in sorted(set(fields) - set(known)):
         raise SpecPilotError(f"{name}: unknown config field {prefix}{field}")
-    for field, allowed in _FIXED.items():
-      if field in config and config[field] not in allowed:
+    for field in sorted(nested.keys() & config.keys()):
+      if nested[field] != config[field]:
         raise SpecPilotError(
-          f"{name}: {field}={config[field]!r} is not supported"
+          f"{name}: {field} is {config[field]!r}, and {nested[field]!r} in"
+          " dflash_config"
+        )
+    everything = {**config, **nested}
+    for field, allowed in {**_FIXED, **cls.fixed}.items():
+      if field in everything and everything[field] not in allowed:
+        raise SpecPilotError(
+          f"{name}: {field}={everything[field]!r} is not supported"
         )
     if str(config.get("dtype") or config.get("torch_dtype")) == "float16":
       raise SpecPilotError(
         f"{name}: float16 drafters overflow; convert it to bfloat16"
       )
 
-    def need(field, source=config):
-      if source.get(field) is None:
+    def need(field):
+      if everything.get(field) is None:
         raise SpecPilotError(f"{name}: config field {field!r} is missing")
-      return source[field]
+      return everything[field]
 
     rope = dict(config.get("rope_parameters") or {})
     if rope.pop("rope_type", "default") != "default":
@@ -151,17 +188,18 @@ class DrafterConfig:
       head_dim=need("head_dim"),
       rope_theta=float(theta),
       norm_eps=float(need("rms_norm_eps")),
-      block_size=config.get("block_size") or need("block_size", dflash),
-      mask_token_id=need("mask_token_id", dflash),
-      target_layers=tuple(need("target_layer_ids", dflash)),
+      block_size=need("block_size"),
+      mask_token_id=need("mask_token_id"),
+      target_layers=tuple(need("target_layer_ids")),
       num_target_layers=need("num_target_layers"),
       sliding_window=window,
+      **{field: need(field) for field in cls.own},
     )
 
   def to_hf(self) -> dict[str, Any]:
     """The released layout's `config.json`."""
     return {
-      "architectures": [DFLASH],
+      "architectures": list(self.architectures[:1]),
       "model_type": "qwen3",
       "dtype": "bfloat16",
       "vocab_size": self.vocab_size,
@@ -184,6 +222,98 @@ class DrafterConfig:
         "target_layer_ids": list(self.target_layers),
         "mask_token_id": self.mask_token_id,
       },
+    }
+
+
+def _classes(base: type[DrafterConfig]) -> tuple[type[DrafterConfig], ...]:
+  return (base, *base.__subclasses__())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DrafterConfig):
+  """Shape of a DFlash2 drafter.
+
+  Attributes:
+    conv_group_size: consecutive channels that share a dynamic kernel.
+    selector_rank: of the factors of the selector's table.
+    selector_top_k: candidates per slot.
+  """
+
+  kind = "dflash2"
+  architectures = ("DFlash2DraftModel",)
+  own = ("conv_group_size", "selector_rank", "selector_top_k")
+  fixed = {
+    "conv_kernel_size": (2,),
+    "input_embedding_scale": (None, 1),
+    "output_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+  }
+
+  conv_group_size: int
+  selector_rank: int
+  selector_top_k: int
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.hidden_size % self.conv_group_size:
+      raise SpecPilotError(
+        f"{self.name}: hidden_size {self.hidden_size} is not a multiple of"
+        f" conv_group_size {self.conv_group_size}"
+      )
+    if not 1 <= self.selector_top_k <= self.vocab_size:
+      raise SpecPilotError(
+        f"{self.name}: selector_top_k {self.selector_top_k} is not within the"
+        f" vocabulary of {self.vocab_size}"
+      )
+
+  @property
+  def conv_groups(self) -> int:
+    return self.hidden_size // self.conv_group_size
+
+  def to_hf(self) -> dict[str, Any]:
+    config = super().to_hf()
+    config["dflash_config"] |= {"conv_kernel_size": 2}
+    config["dflash_config"] |= {
+      field: getattr(self, field) for field in self.own
+    }
+    return config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DrafterConfig):
+  """Shape of a DSpark drafter.
+
+  Attributes:
+    markov_rank: of the factors of the Markov head's table.
+  """
+
+  kind = "dspark"
+  architectures = ("Qwen3DSparkModel", "DSparkDraftModel")
+  own = ("markov_rank",)
+  fixed = {
+    "sample_from_anchor": (True,),
+    "markov_head_type": ("vanilla",),
+    "enable_confidence_head": (True,),
+    "confidence_head_with_markov": (True,),
+    "projector_type": ("dspark",),
+  }
+  inert = frozenset({"num_anchors"})
+
+  markov_rank: int
+
+  @property
+  def num_slots(self) -> int:
+    """The anchor's row predicts too."""
+    return self.block_size
+
+  def to_hf(self) -> dict[str, Any]:
+    config = super().to_hf() | {
+      field: getattr(self, field) for field in self.own
+    }
+    return config | {
+      field: allowed[0]
+      for field, allowed in self.fixed.items()
+      if field != "projector_type"
     }
 
 
