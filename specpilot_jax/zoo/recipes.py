@@ -1,7 +1,6 @@
 """What is trained: shapes and schedules of the models that ship."""
 
 import dataclasses
-from typing import Any
 
 from specpilot_jax.configs import ATTENTION, GDN, ModelConfig
 from specpilot_jax.models.drafters.config import (
@@ -68,23 +67,16 @@ DFLASH = DrafterConfig(
 )
 
 
-def _shape(config: DrafterConfig) -> dict[str, Any]:
-  """All but its name."""
-  shape = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-  del shape["name"]
-  return shape
-
-
 # Of the same layers, heads, MLP and block; groups divide the hidden size.
 DFLASH2 = DFlash2Config(
   name="zoo-dflash2",
-  **_shape(DFLASH),
+  **DFLASH.shape(),
   conv_group_size=16,
   selector_rank=64,
   selector_top_k=16,
 )
 
-DSPARK = DSparkConfig(name="zoo-dspark", **_shape(DFLASH), markov_rank=64)
+DSPARK = DSparkConfig(name="zoo-dspark", **DFLASH.shape(), markov_rank=64)
 
 # At most 8 MB in bfloat16: a third of it projects the taps.
 SMOLLM2_DFLASH = DrafterConfig(

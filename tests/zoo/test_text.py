@@ -326,7 +326,7 @@ class RowsTest(kit.Float64TestCase):
     other.mkdir()
     (other / "text").symlink_to(self.work / "text")
     self.assertTrue(drafter_stages.train(recipe, self.target, other, None))
-    lines = (other / "drafter" / "loss.jsonl").read_text().splitlines()
+    lines = (other / "dflash_training" / "loss.jsonl").read_text().splitlines()
     first, last = (json.loads(line)["loss"] for line in (lines[0], lines[-1]))
     self.assertLess(last, 0.5 * first)
     whole = drafter_io.load(other / "dflash", "float32")

@@ -16,7 +16,11 @@ from flax import nnx
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
-from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters.config import (
+  DFlash2Config,
+  DrafterConfig,
+  DSparkConfig,
+)
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from specpilot_jax.zoo import (
   drafter_training,
@@ -38,9 +42,19 @@ SCHEDULE = recipes.Schedule(
 )
 
 
-def drafter_config(config, **overrides) -> DrafterConfig:
-  settings: dict[str, Any] = dict(
-    name="tiny-dflash",
+OWN: dict[type[DrafterConfig], dict[str, Any]] = {
+  DrafterConfig: {},
+  DFlash2Config: dict(conv_group_size=8, selector_rank=4, selector_top_k=6),
+  DSparkConfig: dict(markov_rank=4),
+}
+
+
+def drafter_config[C: DrafterConfig](
+  config, made: type[C] = DrafterConfig, **overrides
+) -> C:
+  """A drafter of some kind for a small target."""
+  settings: dict[str, Any] = OWN[made] | dict(
+    name=f"tiny-{made.kind}",
     vocab_size=config.vocab_size,
     hidden_size=config.hidden_size,
     intermediate_size=24,
@@ -55,7 +69,7 @@ def drafter_config(config, **overrides) -> DrafterConfig:
     target_layers=(0, 2),
     num_target_layers=config.num_layers,
   )
-  return DrafterConfig(**(settings | overrides))
+  return made(**(settings | overrides))
 
 
 def corpus() -> np.ndarray:

@@ -109,6 +109,12 @@ class DrafterConfig:
           f" {target.name} has {other}"
         )
 
+  def shape(self) -> dict[str, Any]:
+    """All but its name, for a drafter of another kind that is like it."""
+    shape = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    del shape["name"]
+    return shape
+
   @property
   def num_slots(self) -> int:
     """Drafts of a block: the predictions of its last so many rows."""
@@ -355,3 +361,34 @@ PRESETS: dict[str, DrafterConfig] = {
   ),
 }
 """DFlash drafters by the preset of their target (`configs.PRESETS`)."""
+
+
+def _dflash2(target: str, **shape: Any) -> DFlash2Config:
+  return DFlash2Config(
+    name=f"{target}-DFlash2",
+    conv_group_size=16,
+    selector_top_k=16,
+    **(PRESETS[target].shape() | shape),
+  )
+
+
+def _dspark(target: str, **shape: Any) -> DSparkConfig:
+  return DSparkConfig(
+    name=f"{target}-DSpark", **(PRESETS[target].shape() | shape)
+  )
+
+
+PRESETS_BY_KIND: dict[str, dict[str, DrafterConfig]] = {
+  DrafterConfig.kind: PRESETS,
+  DFlash2Config.kind: {
+    "Qwen3.8-27B": _dflash2("Qwen3.8-27B", block_size=8, selector_rank=256),
+    "hybrid-1280": _dflash2("hybrid-1280", selector_rank=128),
+  },
+  DSparkConfig.kind: {
+    "Qwen3.8-27B": _dspark(
+      "Qwen3.8-27B", block_size=7, sliding_window=None, markov_rank=256
+    ),
+    "hybrid-1280": _dspark("hybrid-1280", markov_rank=128),
+  },
+}
+"""By kind, then as `PRESETS`; those of the 27B have the released blocks."""

@@ -11,7 +11,7 @@ Two modules beyond DFlash (`z-lab/Qwen3.8-27B-DFlash2`), and no pass more:
 
 Parameters beyond those of a DFlash of the same shape, with d channels in g
 groups, n layers, a vocabulary of v and a selector of rank r:
-2 n (4 d + 4 g d) + 2 v r + r d; at the shape of Qwen3.8-27B 194.1 M of 1.924 G.
+2 n (4 d + 4 g d) + 2 v r + r d; at the shape of Qwen3.8-27B 194.2 M of 1.924 G.
 """
 
 import jax

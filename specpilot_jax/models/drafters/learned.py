@@ -23,6 +23,9 @@ _KINDS: dict[str, tuple[type[DFlash], type[DFlashDrafter]]] = {
 KINDS = tuple(_KINDS)
 """Names of learned drafters."""
 
+CANDIDATES = 16
+"""Per slot, of drafters that were not released with a number of them."""
+
 
 def module(config: DrafterConfig, dtype: Any, rngs: nnx.Rngs) -> DFlash:
   """A drafter's parameters, at their initial values.
@@ -39,8 +42,9 @@ def drafter(
   """A drafter of an engine: see `DFlashDrafter`.
 
   Args:
-    candidates: per slot; by default those that it was released with, or 16.
+    candidates: per slot; by default those that it was released with, or
+      `CANDIDATES`.
   """
   if candidates is None:
-    candidates = getattr(model.config, "selector_top_k", 16)
+    candidates = getattr(model.config, "selector_top_k", CANDIDATES)
   return _KINDS[model.config.kind][1](model, target, candidates=candidates)
