@@ -110,7 +110,7 @@ _RANKS = {
 def drafter_ratios(small: DrafterConfig, wide: DrafterConfig) -> widen.Ratios:
   """Copies of each width; raises as `target_ratios` does."""
   names = f"{small.name} to {wide.name}"
-  fields = ("kind", "head_dim", "rope_theta", "norm_eps", "block_size")
+  fields = ("kind", "head_dim", "rope_theta", "yarn", "norm_eps", "block_size")
   widen.check_equal(names, small, wide, fields)
   if isinstance(small, DFlash2Config):
     fields = ("conv_group_size", "selector_top_k")

@@ -80,12 +80,12 @@ def target_config(name: str, small: Checkpoint) -> configs.ModelConfig:
 def drafter_config(name: str, kind: str) -> DrafterConfig:
   """The shape of `drafter`, but for what the zoo's says of its tokens.
 
-  Its block is the zoo's, which may be longer than the preset's: a drafter is
-  trained for its block.
+  Its block and rotary embeddings are the zoo's, whatever the preset's: a
+  drafter is trained for them.
   """
   small = drafter_lib.load_config(store.DRAFTERS[ZOO][kind])
   wide = drafter_configs.PRESETS_BY_KIND[kind][preset_of(name).name]
-  return dataclasses.replace(wide, block_size=small.block_size)
+  return dataclasses.replace(wide, block_size=small.block_size, yarn=small.yarn)
 
 
 def drafter(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specpilot_jax.models import layers
+from specpilot_jax.models.drafters.config import DFlash2Config
 from specpilot_jax.models.drafters.dflash import DFlash
 from specpilot_jax.models.drafters.dflash2 import DFlash2
 from specpilot_jax.models.drafters.dspark import DSpark
@@ -246,9 +247,9 @@ def _selected(
   drafter: DFlash2, logits: Float[Array, "N V"]
 ) -> Bool[Array, "N V"]:
   """The candidates: as large a logit as the last of the best."""
-  best = jax.lax.top_k(
-    jax.lax.stop_gradient(logits), drafter.config.selector_top_k
-  )[0]
+  config = drafter.config
+  assert isinstance(config, DFlash2Config)
+  best, _ = jax.lax.top_k(jax.lax.stop_gradient(logits), config.selector_top_k)
   return logits >= best[..., -1:]
 
 

@@ -198,14 +198,14 @@ class RefusalsTest(parameterized.TestCase):
 
   def test_groups_that_do_not_divide(self):
     with self.assertRaisesRegex(SpecPilotError, "multiple of conv_group_size"):
-      dataclasses.replace(DFLASH2, conv_group_size=12)
+      drafter_config(SMALL, DFlash2Config, conv_group_size=12)
 
 
 class The27BTest(parameterized.TestCase):
   @parameterized.parameters(recipes.DFLASH2, recipes.DSPARK)
   def test_shapes(self, config):
     wide = drafter_config_lib.PRESETS_BY_KIND[config.kind]["Qwen3.8-27B"]
-    wide = dataclasses.replace(wide, block_size=config.block_size)
+    wide = dataclasses.replace(wide, block_size=config.block_size, yarn=None)
     ratios = widen_drafter.drafter_ratios(config, wide)
     self.assertEqual(
       (ratios.hidden, ratios.mlp, ratios.attention, ratios.rank), (16, 32, 8, 4)

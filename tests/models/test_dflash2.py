@@ -11,6 +11,7 @@ from specpilot_jax.models import assembly
 from specpilot_jax.models.drafters import config as config_lib
 from specpilot_jax.models.drafters import dflash2, learned
 from specpilot_jax.models.drafters.config import DFlash2Config
+from specpilot_jax.models.drafters.dflash import DFlash
 from tests.checkpoints.test_widen import small_drafter
 from tests.decoding import kit
 from tests.zoo.test_training import drafter_config
@@ -37,6 +38,12 @@ def convolved(x, base, delta, block):
   return out
 
 
+def layer_of(model: DFlash, index: int) -> dflash2.ConvDraftLayer:
+  layer = model.layers[index]
+  assert isinstance(layer, dflash2.ConvDraftLayer)
+  return layer
+
+
 def around(conv: dflash2.GroupedConv, h, sublayer):
   weight = np.asarray(conv.kernel_projection.weight[...])
   base = np.asarray(conv.base_kernel[...])
@@ -56,26 +63,26 @@ class ConvolutionTest(kit.Float64TestCase):
     self.x = rng.normal(size=(2 * CONFIG.block_size, CONFIG.hidden_size))
 
   def test_around_a_sublayer(self):
-    conv = self.model.layers[0].attention_conv
+    conv = layer_of(self.model, 0).attention_conv
     found = conv.around(jnp.asarray(self.x), jnp.tanh)
     expected = around(conv, self.x, np.tanh)
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
   def test_blocks_do_not_see_each_other(self):
-    conv = self.model.layers[0].mlp_conv
+    conv = layer_of(self.model, 0).mlp_conv
     whole = conv.around(jnp.asarray(self.x), jnp.tanh)
     alone = conv.around(jnp.asarray(self.x[CONFIG.block_size :]), jnp.tanh)
     np.testing.assert_allclose(whole[CONFIG.block_size :], alone, atol=1e-12)
 
   def test_at_first_it_is_the_identity(self):
     fresh = learned.module(CONFIG, jnp.float64, nnx.Rngs(0))
-    conv = fresh.layers[0].attention_conv
+    conv = layer_of(fresh, 0).attention_conv
     found = conv.around(jnp.asarray(self.x), jnp.tanh)
     np.testing.assert_array_equal(found, jnp.tanh(self.x))
 
   def test_a_layer(self):
     """Both sublayers, inside of the residual stream and behind the norms."""
-    layer = self.model.layers[1]
+    layer = layer_of(self.model, 1)
     positions = jnp.arange(self.x.shape[0], dtype=jnp.int32)
 
     def attention(q, k, v):

@@ -29,6 +29,7 @@ from tests.decoding import kit
 from tests.zoo.test_training import CONFIG, drafter_config
 
 RECIPE = recipes.DrafterRecipe(
+  target="zoo",
   config=drafter_config(CONFIG),
   schedule=recipes.Schedule(
     phases=(recipes.Phase(steps=40, length=64, sequences=4),),

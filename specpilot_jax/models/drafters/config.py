@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 from specpilot_jax import configs
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models.yarn import Yarn
 
 # Fields that say nothing about the function that a drafter computes.
 _INERT = frozenset({
@@ -47,6 +48,7 @@ class DrafterConfig:
     target_layers: taps; the residual stream after these target layers.
     num_target_layers: layers of the target that it was trained for.
     sliding_window: context tokens that it sees at most; None for all.
+    yarn: scaling of its rotary embeddings, if any.
   """
 
   kind: ClassVar[str] = "dflash"
@@ -72,6 +74,7 @@ class DrafterConfig:
   target_layers: tuple[int, ...]
   num_target_layers: int
   sliding_window: int | None = None
+  yarn: Yarn | None = None
 
   def __post_init__(self):
     def check(good, what):
@@ -121,7 +124,7 @@ class DrafterConfig:
     return self.block_size - 1
 
   @classmethod
-  def from_hf(cls, config: Mapping[str, Any], name: str) -> Self:
+  def from_hf(cls, config: Mapping[str, Any], name: str) -> "DrafterConfig":
     """Reads a released `config.json`; unknown fields are refused.
 
     Returns:
@@ -170,16 +173,7 @@ class DrafterConfig:
         raise SpecPilotError(f"{name}: config field {field!r} is missing")
       return everything[field]
 
-    rope = dict(config.get("rope_parameters") or {})
-    if rope.pop("rope_type", "default") != "default":
-      raise SpecPilotError(f"{name}: scaled RoPE is not supported")
-    theta = rope.pop("rope_theta", config.get("rope_theta"))
-    if theta is None:
-      raise SpecPilotError(f"{name}: config field 'rope_theta' is missing")
-    if rope:
-      raise SpecPilotError(
-        f"{name}: unknown config field rope_parameters.{sorted(rope)[0]}"
-      )
+    theta, yarn = _rope(config, name)
     window = config.get("sliding_window")
     if config.get("use_sliding_window") is False:
       window = None
@@ -192,15 +186,23 @@ class DrafterConfig:
       num_heads=need("num_attention_heads"),
       num_kv_heads=need("num_key_value_heads"),
       head_dim=need("head_dim"),
-      rope_theta=float(theta),
+      rope_theta=theta,
       norm_eps=float(need("rms_norm_eps")),
       block_size=need("block_size"),
       mask_token_id=need("mask_token_id"),
       target_layers=tuple(need("target_layer_ids")),
       num_target_layers=need("num_target_layers"),
       sliding_window=window,
+      yarn=yarn,
       **{field: need(field) for field in cls.own},
     )
+
+  def _rope_fields(self) -> dict[str, Any]:
+    if self.yarn is None:
+      return {"rope_theta": self.rope_theta}
+    yarn = dataclasses.asdict(self.yarn)
+    fields = {"rope_type": "yarn", "rope_theta": self.rope_theta} | yarn
+    return {"rope_parameters": fields}
 
   def to_hf(self) -> dict[str, Any]:
     """The released layout's `config.json`."""
@@ -216,7 +218,7 @@ class DrafterConfig:
       "num_key_value_heads": self.num_kv_heads,
       "head_dim": self.head_dim,
       "rms_norm_eps": self.norm_eps,
-      "rope_theta": self.rope_theta,
+      **self._rope_fields(),
       "hidden_act": "silu",
       "attention_bias": False,
       "is_causal": False,
@@ -229,6 +231,34 @@ class DrafterConfig:
         "mask_token_id": self.mask_token_id,
       },
     }
+
+
+def _rope(config: Mapping[str, Any], name: str) -> tuple[float, Yarn | None]:
+  """Base of the wavelengths, and their scaling."""
+  rope = dict(config.get("rope_parameters") or {})
+  kind = rope.pop("rope_type", "default")
+  if kind not in ("default", "yarn"):
+    raise SpecPilotError(f"{name}: rope_type {kind!r} is not supported")
+  theta = rope.pop("rope_theta", config.get("rope_theta"))
+  if theta is None:
+    raise SpecPilotError(f"{name}: config field 'rope_theta' is missing")
+  fields = {f.name: f for f in dataclasses.fields(Yarn)}
+  for field in sorted(rope.keys() - (fields if kind == "yarn" else {})):
+    raise SpecPilotError(
+      f"{name}: unknown config field rope_parameters.{field}"
+    )
+  if kind == "default":
+    return float(theta), None
+  rope = {field: value for field, value in rope.items() if value is not None}
+  for field, described in fields.items():
+    if described.default is dataclasses.MISSING and field not in rope:
+      raise SpecPilotError(
+        f"{name}: config field rope_parameters.{field} is missing"
+      )
+  yarn = Yarn(**rope)
+  if yarn.factor < 1:
+    raise SpecPilotError(f"{name}: YaRN factor {yarn.factor} is below 1")
+  return float(theta), yarn
 
 
 def _classes(base: type[DrafterConfig]) -> tuple[type[DrafterConfig], ...]:
@@ -261,6 +291,10 @@ class DFlash2Config(DrafterConfig):
 
   def __post_init__(self):
     super().__post_init__()
+    if self.selector_rank < 1:
+      raise SpecPilotError(
+        f"{self.name}: selector_rank {self.selector_rank} is below 1"
+      )
     if self.hidden_size % self.conv_group_size:
       raise SpecPilotError(
         f"{self.name}: hidden_size {self.hidden_size} is not a multiple of"
@@ -306,6 +340,13 @@ class DSparkConfig(DrafterConfig):
   inert = frozenset({"num_anchors"})
 
   markov_rank: int
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.markov_rank < 1:
+      raise SpecPilotError(
+        f"{self.name}: markov_rank {self.markov_rank} is below 1"
+      )
 
   @property
   def num_slots(self) -> int:
@@ -386,7 +427,11 @@ PRESETS_BY_KIND: dict[str, dict[str, DrafterConfig]] = {
   },
   DSparkConfig.kind: {
     "Qwen3.8-27B": _dspark(
-      "Qwen3.8-27B", block_size=7, sliding_window=None, markov_rank=256
+      "Qwen3.8-27B",
+      block_size=7,
+      sliding_window=None,
+      yarn=Yarn(factor=32, original_max_position_embeddings=8192),
+      markov_rank=256,
     ),
     "hybrid-1280": _dspark("hybrid-1280", markov_rank=128),
   },

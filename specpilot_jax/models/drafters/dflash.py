@@ -49,7 +49,7 @@ class DraftAttention(nnx.Module):
   ) -> Float[Array, "N H K"]:
     c = self.config
     q = self.q_norm(self.q_proj(x).reshape(-1, c.num_heads, c.head_dim))
-    return layers.rope(q, positions, c.head_dim, c.rope_theta)
+    return layers.rope(q, positions, c.head_dim, c.rope_theta, c.yarn)
 
   def keys_values(
     self, x: Float[Array, "N D"], positions: Int[Array, " N"]
@@ -58,7 +58,7 @@ class DraftAttention(nnx.Module):
     c = self.config
     k, v = jnp.split(self.kv_proj(x), 2, axis=-1)
     k = self.k_norm(k.reshape(-1, c.num_kv_heads, c.head_dim))
-    k = layers.rope(k, positions, c.head_dim, c.rope_theta)
+    k = layers.rope(k, positions, c.head_dim, c.rope_theta, c.yarn)
     return k, v.reshape(-1, c.num_kv_heads, c.head_dim)
 
 
