@@ -91,8 +91,9 @@ def _beyond_dflash(
       yield (name := f"candidate_selector.{part}"), name, shape
   if isinstance(config, DSparkConfig):
     rank = config.markov_rank
-    for part in ("markov_w1", "markov_w2"):
-      yield (name := f"markov_head.{part}.weight"), name, (v, rank)
+    first, second = (f"markov_head.markov_w{i}" for i in (1, 2))
+    yield first, f"{first}.weight", (v, rank)
+    yield f"{second}.weight", f"{second}.weight", (v, rank)
     head = "confidence_head"
     yield f"{head}.weight", f"{head}.proj.weight", (1, d + rank)
     yield f"{head}.bias", f"{head}.proj.bias", (1,)

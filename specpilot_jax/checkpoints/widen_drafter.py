@@ -100,7 +100,7 @@ _CODEBOOKS = tuple(
   f"candidate_selector.{which}_codebook"
   for which in ("predecessor", "successor")
 )
-_MARKOV = tuple(f"markov_head.markov_w{i}.weight" for i in (1, 2))
+_MARKOV = ("markov_head.markov_w1", "markov_head.markov_w2.weight")
 _RANKS = {
   DFlash2Config.kind: "selector_rank",
   DSparkConfig.kind: "markov_rank",

@@ -269,7 +269,7 @@ def _of_slots(
   nothing = jnp.zeros(said.labels.shape)
   if isinstance(drafter, DSpark):
     markov = drafter.markov_head
-    embedded = training.lookup(markov.markov_w1.weight[...], said.parents)
+    embedded = training.lookup(markov.markov_w1[...], said.parents)
     logits += _product(embedded, markov.markov_w2.weight[...])
     terms = _terms(logits, said, recipe.variation)
     odds = drafter.confidence_head(hidden, embedded)

@@ -31,7 +31,7 @@ class HeadsTest(kit.Float64TestCase):
     rng = np.random.default_rng(1)
     self.hidden = rng.normal(size=(SLOTS, CONFIG.hidden_size))
     self.base = 0.7 * rng.normal(size=(SLOTS, VOCAB))
-    self.w1 = np.asarray(model.markov_head.markov_w1.weight[...])
+    self.w1 = np.asarray(model.markov_head.markov_w1[...])
     self.w2 = np.asarray(model.markov_head.markov_w2.weight[...])
 
   def lattice(self, candidates: int) -> draft.Lattice:

@@ -147,7 +147,7 @@ class LossTest(kit.Float64TestCase):
     self.assertEqual(recipe.variation, 0.9)
     model, found = self.run_loss(DSparkConfig, recipe, sampled)
     assert isinstance(model, dspark.DSpark)
-    w1 = np.asarray(model.markov_head.markov_w1.weight[...])
+    w1 = np.asarray(model.markov_head.markov_w1[...])
     w2 = np.asarray(model.markov_head.markov_w2.weight[...])
     head = np.asarray(model.confidence_head.weight[...])
     total = weights = 0.0

@@ -192,7 +192,7 @@ class DFlashDrafter:
     self._w12 = target.kernels.w12_matmul
     own = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_modules(own):
-      if isinstance(module, layers.Linear | layers.Embedding):
+      if isinstance(module, layers.Linear):
         module.w12 = self._w12
     self._graphdef, state = nnx.split(own)
     head = target.embed if target.config.tie_embeddings else target.lm_head

@@ -37,8 +37,16 @@ class MarkovHead(nnx.Module):
 
   def __init__(self, config: DSparkConfig, dtype, rngs):
     v, r = config.vocab_size, config.markov_rank
-    self.markov_w1 = layers.Embedding(v, r, dtype, rngs)
+    init = nnx.initializers.normal(0.02)
+    # Gathered and never multiplied with whole, so no matrix.
+    self.markov_w1 = nnx.Param(init(rngs.params(), (v, r), dtype))
     self.markov_w2 = layers.Linear(r, v, dtype, rngs)
+
+  def embed(self, tokens: Int[Array, "..."]) -> Float[Array, "... R"]:
+    """Rows of the first factor."""
+    table = self.markov_w1.get_value()
+    rows = layers.rows(table, tokens.reshape(-1))
+    return rows.reshape(*tokens.shape, table.shape[1])
 
   def logits(self, embedded: Float[Array, "N R"]) -> Float[Array, "N V"]:
     """Of every token, in the accumulation dtype."""
@@ -125,15 +133,13 @@ class DSparkDrafter(DFlashDrafter):
     full = logits
     for _ in range(PASSES):
       likely = parents_of(anchor, jnp.argmax(full, axis=-1))
-      full = logits + markov.logits(markov.markov_w1(likely))
+      full = logits + markov.logits(markov.embed(likely))
     best, ids = top_k.top_k(full, self.candidates)
     total = jax.nn.logsumexp(full, axis=-1)
     inside = jnp.exp(best - total[:, None]).sum(axis=-1)
     outside = total + jnp.log(jnp.maximum(1 - inside, 0))
 
-    parents = parents_of(anchor, ids)
-    embedded = markov.markov_w1(parents.reshape(-1))
-    embedded = embedded.reshape(*parents.shape, -1)
+    embedded = markov.embed(parents_of(anchor, ids))
     own = jnp.take_along_axis(logits, ids, axis=-1)
     scores = own[:, None] + markov.among(embedded, ids)
     norm = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), outside[:, None])
