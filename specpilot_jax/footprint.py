@@ -20,6 +20,7 @@ from specpilot_jax.configs import ModelConfig
 from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters import learned
 from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.drafters.dflash import DFlash
 
@@ -86,10 +87,10 @@ def target_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def drafter_bytes(config: DrafterConfig, dtype: str) -> int:
-  """A DFlash drafter's own weights."""
+  """A learned drafter's own weights."""
 
   def make() -> DFlash:
-    return DFlash(config, jnp.dtype(dtype), nnx.Rngs(0))
+    return learned.module(config, jnp.dtype(dtype), nnx.Rngs(0))
 
   return _bytes(assembly.structs(make).values())
 
@@ -99,7 +100,7 @@ def w12_bytes(target: ModelConfig, drafter: DrafterConfig | None) -> int:
 
   def make() -> DFlash:
     assert drafter is not None
-    return DFlash(drafter, jnp.bfloat16, nnx.Rngs(0))
+    return learned.module(drafter, jnp.bfloat16, nnx.Rngs(0))
 
   leaves = target_lib.structs(target, jnp.bfloat16)
   own = assembly.structs(make) if drafter else {}
@@ -128,7 +129,7 @@ def state_bytes(config: ModelConfig, rows: int, dtype: str) -> tuple[int, int]:
 
 
 def drafter_cache_bytes(config: DrafterConfig, rows: int, dtype: str) -> int:
-  """Keys and values of a DFlash context of `rows` tokens."""
+  """Keys and values of a drafter's context of `rows` tokens."""
   row = 2 * config.num_layers * config.num_kv_heads * config.head_dim
   return row * rows * jnp.dtype(dtype).itemsize
 
@@ -148,7 +149,7 @@ def footprint(
     dtype: of weights and caches.
     max_seq_len, prefill_chunk: as `Engine` takes them.
   """
-  drafts = 0 if drafter is None else drafter.block_size - 1
+  drafts = 0 if drafter is None else drafter.num_slots
   rows = capacity(max_seq_len, prefill_chunk, drafts)
   cache, recurrent = state_bytes(target, rows, dtype)
   return Footprint(

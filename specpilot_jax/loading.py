@@ -23,13 +23,13 @@ from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import w12
 from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters import learned
 from specpilot_jax.models.drafters.config import DrafterConfig
-from specpilot_jax.models.drafters.dflash import DFlashDrafter
 from specpilot_jax.tokenizer import Tokenizer
 from specpilot_jax.zoo import store
 
-DRAFTERS = ("none", "prompt_lookup", "dflash")
-"""Drafters by name; `dflash` is the one that was trained for the model."""
+DRAFTERS = ("none", "prompt_lookup", *learned.KINDS)
+"""Drafters by name; a learned one is that which was trained for the model."""
 
 _OWN_DRAFTERS = {
   ZOO: store.DRAFTERS["zoo"],
@@ -200,7 +200,8 @@ def make_drafter(
   """A drafter for a target; None for `none`, autoregressive decoding.
 
   Args:
-    name: one of `DRAFTERS`, or a folder with a released DFlash drafter.
+    name: one of `DRAFTERS`, or a folder with a released DFlash, DFlash2 or
+      DSpark drafter.
     target: that it drafts for; `none` and `prompt_lookup` need none. With a
       target in W12 the drafter's own matrices are held so too.
 
@@ -215,24 +216,26 @@ def make_drafter(
   if target is None:
     raise SpecPilotError(f"drafter {str(name)!r} needs its target")
   packed = target.weights == "w12"
-  if name == "dflash" and widened.is_widened(target.config.name):
+  dtype = str(target.dtype)
+  if name in learned.KINDS and widened.is_widened(target.config.name):
     hold = w12.hold if packed else widen.as_it_is
-    model = widened.drafter(target.config.name, str(target.dtype), hold)
+    model = widened.drafter(target.config.name, str(name), dtype, hold)
   else:
-    model = drafter_lib.load(_folder(name, target.config), str(target.dtype))
-  drafter = DFlashDrafter(model, target)
+    model = drafter_lib.load(_folder(name, target.config), dtype)
+  drafter = learned.drafter(model, target)
   return w12.drafter(drafter, target) if packed else drafter
 
 
 def _folder(name: str | os.PathLike[str], target: ModelConfig) -> pathlib.Path:
   """Where a learned drafter lies."""
-  if name == "dflash":
-    if target.name not in _OWN_DRAFTERS:
+  if name in learned.KINDS:
+    own = _OWN_DRAFTERS.get(target.name, {})
+    if name not in own:
       raise SpecPilotError(
-        f"{target.name} has no dflash drafter of its own; give the folder of"
+        f"{target.name} has no {name} drafter of its own; give the folder of"
         " one"
       )
-    return _OWN_DRAFTERS[target.name]
+    return own[str(name)]
   folder = pathlib.Path(name)
   if not folder.is_dir():
     raise SpecPilotError(
@@ -249,8 +252,8 @@ def drafter_config(
   weights. Raises as that does."""
   if name in ("none", "prompt_lookup"):
     return None
-  if name == "dflash" and widened.is_widened(target.name):
-    return widened.drafter_config(target.name)
+  if name in learned.KINDS and widened.is_widened(target.name):
+    return widened.drafter_config(target.name, str(name))
   return drafter_lib.load_config(_folder(name, target))
 
 

@@ -27,7 +27,12 @@ from experiments.cost_model.kernels import (
 )
 from specpilot_jax import configs
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters import dspark, learned
+from specpilot_jax.models.drafters.config import (
+  DFlash2Config,
+  DrafterConfig,
+  DSparkConfig,
+)
 
 FLOPS_SHARE, BYTES_SHARE = 0.6, 0.9
 """What the best kernels reach of the nominal figures."""
@@ -248,7 +253,7 @@ def other(
 def dflash(
   config: DrafterConfig, target: configs.ModelConfig, dtype: str, step: Step
 ) -> Work:
-  """One block, and the context of what is committed.
+  """One block of a learned drafter, and the context of what is committed.
 
   Its weights and the target's head once; keys and values of the context once.
   """
@@ -273,17 +278,55 @@ def dflash(
     work += _matmul(c.num_layers, out, into, rows, size, size)
   work += _matmul(1, d, taps * d, path, size, size)
   wide = _state_size(dtype)
-  work += _matmul(1, target.vocab_size, d, block - 1, size, wide)
+  slots = c.num_slots
+  work += _matmul(1, target.vocab_size, d, slots, size, wide)
   work += Work(
     flops=c.num_layers * 2 * 2 * block * (context + block) * q_rows,
     bytes=size * c.num_layers * 2 * kv_rows * (context + block + path)
     + size * c.num_layers * 2 * block * q_rows,
   )
   # Embedding rows, and the candidates chosen from the logits.
-  return work + Work(
-    flops=(block - 1) * target.vocab_size,
-    bytes=size * block * d + wide * (block - 1) * target.vocab_size,
+  work += Work(
+    flops=slots * target.vocab_size,
+    bytes=size * block * d + wide * slots * target.vocab_size,
   )
+  if isinstance(c, DFlash2Config):
+    return work + _dflash2(c, size)
+  if isinstance(c, DSparkConfig):
+    return work + _dspark(c, size, wide)
+  return work
+
+
+def _table(slots: float, candidates: float, rank: int, size: int) -> Work:
+  """Scores of candidates under those before them, of gathered rows."""
+  return Work(
+    flops=2 * slots * candidates**2 * rank,
+    bytes=size * 2 * slots * candidates * rank,
+  )
+
+
+def _dflash2(c: DFlash2Config, size: int) -> Work:
+  """Kernels of the convolutions, their taps, and the selector."""
+  sublayers = 2 * c.num_layers
+  kernels = _matmul(
+    sublayers, 4 * c.conv_groups, c.hidden_size, c.block_size, size, size
+  )
+  # Both sides: two products and sums per channel, fused with what surrounds.
+  taps = Work(flops=sublayers * 2 * 4 * c.block_size * c.hidden_size)
+  slots, rank = c.num_slots, c.selector_rank
+  return (
+    kernels
+    + taps
+    + _matmul(1, rank, c.hidden_size, slots, size, size)
+    + _table(slots, c.selector_top_k, rank, size)
+  )
+
+
+def _dspark(c: DSparkConfig, size: int, wide: int) -> Work:
+  """The Markov head over the vocabulary, and over the candidates."""
+  rank, slots = c.markov_rank, c.num_slots
+  passes = _matmul(dspark.PASSES, c.vocab_size, rank, slots, size, wide)
+  return passes + _table(slots, learned.CANDIDATES, rank, size)
 
 
 def dflash_context(config: DrafterConfig, dtype: str, rows: float) -> Work:
@@ -308,7 +351,7 @@ class Models:
   Attributes:
     target: its configuration.
     dtype: of weights and activations.
-    drafter: `none`, `prompt_lookup` or `dflash`.
+    drafter: of `loading.DRAFTERS`.
     drafter_config: of a learned drafter, else None.
   """
 
@@ -318,13 +361,15 @@ class Models:
   drafter_config: DrafterConfig | None
 
   def __post_init__(self):
-    known = ("none", "prompt_lookup", "dflash")
+    known = ("none", "prompt_lookup", *learned.KINDS)
     if self.drafter not in known:
       raise SpecPilotError(
         f"no floor is known of drafter {self.drafter!r} (of {', '.join(known)}"
         " it is)"
       )
-    if (self.drafter == "dflash") != (self.drafter_config is not None):
+    config = self.drafter_config
+    kind = config.kind if config else None
+    if kind != (self.drafter if self.drafter in learned.KINDS else None):
       raise SpecPilotError(
         f"drafter {self.drafter!r} and its configuration do not fit"
       )

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,12 @@ from flax import nnx
 from specpilot_jax.checkpoints import checkpoint as common
 from specpilot_jax.checkpoints import w12_file
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters import learned
+from specpilot_jax.models.drafters.config import (
+  DFlash2Config,
+  DrafterConfig,
+  DSparkConfig,
+)
 from specpilot_jax.models.drafters.dflash import DFlash
 
 CONFIG = "config.json"
@@ -59,7 +65,38 @@ def layout(config: DrafterConfig) -> dict[str, list[tuple[str, tuple]]]:
       ],
       f"{layer}.mlp.down.weight": [(f"{layer}.mlp.down_proj.weight", (d, f))],
     }
+  for name, tensor, shape in _beyond_dflash(config):
+    table[name] = [(tensor, shape)]
   return table
+
+
+def _beyond_dflash(
+  config: DrafterConfig,
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+  """Parameter, released tensor and its shape."""
+  d, v = config.hidden_size, config.vocab_size
+  if isinstance(config, DFlash2Config):
+    for i in range(config.num_layers):
+      for conv in ("attention_conv", "mlp_conv"):
+        base = f"layers.{i}.{conv}.base_kernel"
+        yield base, base, (2, 2, d)
+        projection = f"layers.{i}.{conv}.kernel_projection.weight"
+        yield projection, projection, (4 * config.conv_groups, d)
+    rank = config.selector_rank
+    for part, shape in (
+      ("predecessor_codebook", (v, rank)),
+      ("successor_codebook", (v, rank)),
+      ("hidden_projection.weight", (rank, d)),
+    ):
+      yield (name := f"candidate_selector.{part}"), name, shape
+  if isinstance(config, DSparkConfig):
+    rank = config.markov_rank
+    first, second = (f"markov_head.markov_w{i}" for i in (1, 2))
+    yield first, f"{first}.weight", (v, rank)
+    yield f"{second}.weight", f"{second}.weight", (v, rank)
+    head = "confidence_head"
+    yield f"{head}.weight", f"{head}.proj.weight", (1, d + rank)
+    yield f"{head}.bias", f"{head}.proj.bias", (1,)
 
 
 def _flat(model: DFlash):
@@ -85,6 +122,7 @@ def save(
   tensors = {}
   for name, parts in layout(model.config).items():
     rows = np.asarray(values[name].astype(jnp.bfloat16))
+    rows = rows.reshape(-1, *parts[0][1][1:])
     start = 0
     for tensor, shape in parts:
       tensors[tensor] = np.ascontiguousarray(rows[start : start + shape[0]])
@@ -130,7 +168,7 @@ def _read(
 
 
 def load(folder: str | os.PathLike[str], dtype: str) -> DFlash:
-  """Loads a DFlash drafter.
+  """Loads a DFlash, DFlash2 or DSpark drafter.
 
   Args:
     folder: with config.json and model.safetensors or model.w12.safetensors.
@@ -149,7 +187,7 @@ def load(folder: str | os.PathLike[str], dtype: str) -> DFlash:
     raise SpecPilotError(f"{path}: unknown tensor {tensor!r}")
   for tensor in sorted(known - set(tensors)):
     raise SpecPilotError(f"{path}: tensor {tensor!r} is missing")
-  abstract = nnx.eval_shape(lambda: DFlash(config, dtype, nnx.Rngs(0)))
+  abstract = nnx.eval_shape(lambda: learned.module(config, dtype, nnx.Rngs(0)))
   graphdef, flat = _flat(abstract)
   leaves = []
   for name_path, leaf in flat:
@@ -162,5 +200,5 @@ def load(folder: str | os.PathLike[str], dtype: str) -> DFlash:
       common.check_weight(tensors[tensor], str(path), tensor, shape)
       rows.append(tensors[tensor])
     value = jnp.asarray(np.concatenate(rows)).astype(leaf.dtype)
-    leaves.append((name_path, leaf.replace(value)))
+    leaves.append((name_path, leaf.replace(value.reshape(leaf.shape))))
   return nnx.merge(graphdef, nnx.from_flat_state(leaves))

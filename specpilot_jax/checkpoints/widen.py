@@ -1,4 +1,4 @@
-"""A small hybrid and its DFlash drafter at the shapes of a big one.
+"""A small hybrid at the shapes of a big one; `widen_drafter` has drafters.
 
 Widening by replication keeps the function. The wide residual stream is `r`
 copies of the small one, [copy 0 | copy 1 | ...], and so are heads and MLP
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jaxtyping import Array
 
@@ -34,8 +33,6 @@ from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import assembly
 from specpilot_jax.models import target as target_lib
-from specpilot_jax.models.drafters.config import DrafterConfig
-from specpilot_jax.models.drafters.dflash import DFlash
 
 DAMPING = 2.0**-40
 """On the writers of extra layers: lost in any bfloat16 sum, and yet normal
@@ -50,6 +47,7 @@ class Ratios:
   mlp: int
   attention: int
   gdn: int = 1
+  rank: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +56,12 @@ class Spread:
 
   Attributes:
     rows: small row of each wide row.
-    columns: small column of each wide column; None keeps what is behind the
-      first axis.
+    columns: small index of each wide one of the last axis; None keeps what is
+      behind the first axis.
     copies: of what its columns read: the divisor.
     writes: whether it writes the residual stream.
+    channels: its last axis is that of the residual stream, channel by channel:
+      a kernel and no matrix.
     matrix: whether an extra layer draws it at random; all else of an extra
       layer is that of a small one.
   """
@@ -70,10 +70,11 @@ class Spread:
   columns: np.ndarray | None = None
   copies: int = 1
   writes: bool = False
+  channels: bool = False
 
   @property
   def matrix(self) -> bool:
-    return self.columns is not None
+    return self.columns is not None and not self.channels
 
 
 def tiled(*blocks: tuple[int, int]) -> np.ndarray:
@@ -90,17 +91,17 @@ def tiled(*blocks: tuple[int, int]) -> np.ndarray:
   return np.concatenate(parts)
 
 
-def _reader(rows: np.ndarray, residual: int, r: Ratios) -> Spread:
+def reader(rows: np.ndarray, residual: int, r: Ratios) -> Spread:
   return Spread(rows, tiled((residual, r.hidden)), r.hidden)
 
 
-def _writer(residual: int, columns: int, copies: int, r: Ratios) -> Spread:
+def writer(residual: int, columns: int, copies: int, r: Ratios) -> Spread:
   return Spread(
     tiled((residual, r.hidden)), tiled((columns, copies)), copies, writes=True
   )
 
 
-def _same(size: int) -> Spread:
+def unchanged(size: int) -> Spread:
   return Spread(tiled((size, 1)))
 
 
@@ -110,11 +111,11 @@ def _attention(c: ModelConfig, r: Ratios) -> dict[str, Spread]:
   kv = c.num_kv_heads * c.head_dim
   heads = tiled((rows, r.attention), (kv, r.attention), (kv, r.attention))
   table = {
-    "qkv.weight": _reader(heads, c.hidden_size, r),
-    "o_proj.weight": _writer(c.hidden_size, queries, r.attention, r),
+    "qkv.weight": reader(heads, c.hidden_size, r),
+    "o_proj.weight": writer(c.hidden_size, queries, r.attention, r),
   }
   if c.qk_norm:
-    table |= {f"{name}_norm.weight": _same(c.head_dim) for name in "qk"}
+    table |= {f"{name}_norm.weight": unchanged(c.head_dim) for name in "qk"}
   return table
 
 
@@ -123,23 +124,23 @@ def _gated_delta(c: ModelConfig, r: Ratios) -> dict[str, Spread]:
   qkv = ((keys, r.gdn), (keys, r.gdn), (values, r.gdn))
   rest = ((values, r.gdn), (heads, r.gdn), (heads, r.gdn))  # z, b, a
   return {
-    "in_proj.weight": _reader(tiled(*qkv, *rest), c.hidden_size, r),
+    "in_proj.weight": reader(tiled(*qkv, *rest), c.hidden_size, r),
     "conv_weight": Spread(tiled(*qkv)),
     "a_log": Spread(tiled((heads, r.gdn))),
     "dt_bias": Spread(tiled((heads, r.gdn))),
-    "norm.weight": _same(c.gdn_value_head_dim),
-    "out_proj.weight": _writer(c.hidden_size, values, r.gdn, r),
+    "norm.weight": unchanged(c.gdn_value_head_dim),
+    "out_proj.weight": writer(c.hidden_size, values, r.gdn, r),
   }
 
 
-def _around(hidden: int, units: int, r: Ratios) -> dict[str, Spread]:
+def around_mixer(hidden: int, units: int, r: Ratios) -> dict[str, Spread]:
   """What every layer has around its mixer."""
   gate_up = tiled((units, r.mlp), (units, r.mlp))
   return {
     "input_norm.weight": Spread(tiled((hidden, r.hidden))),
     "post_norm.weight": Spread(tiled((hidden, r.hidden))),
-    "mlp.gate_up.weight": _reader(gate_up, hidden, r),
-    "mlp.down.weight": _writer(hidden, units, r.mlp, r),
+    "mlp.gate_up.weight": reader(gate_up, hidden, r),
+    "mlp.down.weight": writer(hidden, units, r.mlp, r),
   }
 
 
@@ -147,35 +148,10 @@ def target_layer(c: ModelConfig, kind: str, r: Ratios) -> dict[str, Spread]:
   """Every parameter of a target layer, by its name within the layer."""
   mixer = (_gated_delta if kind == configs.GDN else _attention)(c, r)
   table = {f"mixer.{name}": spread for name, spread in mixer.items()}
-  return table | _around(c.hidden_size, c.intermediate_size, r)
+  return table | around_mixer(c.hidden_size, c.intermediate_size, r)
 
 
-def drafter_layer(c: DrafterConfig, r: Ratios) -> dict[str, Spread]:
-  """Every parameter of a DFlash layer, by its name within the layer."""
-  d, queries = c.hidden_size, c.num_heads * c.head_dim
-  kv = (c.num_kv_heads * c.head_dim, r.attention)
-  return {
-    "attention.q_proj.weight": _reader(tiled((queries, r.attention)), d, r),
-    "attention.kv_proj.weight": _reader(tiled(kv, kv), d, r),
-    "attention.o_proj.weight": _writer(d, queries, r.attention, r),
-    "attention.q_norm.weight": _same(c.head_dim),
-    "attention.k_norm.weight": _same(c.head_dim),
-  } | _around(d, c.intermediate_size, r)
-
-
-def drafter_ends(c: DrafterConfig, r: Ratios) -> dict[str, Spread]:
-  """A drafter's parameters outside its layers."""
-  d = c.hidden_size
-  residual = tiled((d, r.hidden))
-  taps = tiled(*[(d, r.hidden)] * len(c.target_layers))
-  return {
-    "fc.weight": Spread(residual, taps, r.hidden),
-    "hidden_norm.weight": Spread(residual),
-    "norm.weight": Spread(residual),
-  }
-
-
-def _ratio(names: str, small, wide, field: str) -> int:
+def width_ratio(names: str, small, wide, field: str) -> int:
   """Wide over small; refused unless it is a power of two."""
   own, other = getattr(small, field), getattr(wide, field)
   ratio, rest = divmod(other, own)
@@ -186,7 +162,7 @@ def _ratio(names: str, small, wide, field: str) -> int:
   return ratio
 
 
-def _equal(names: str, small, wide, fields: Sequence[str]) -> None:
+def check_equal(names: str, small, wide, fields: Sequence[str]) -> None:
   for field in fields:
     own, other = getattr(small, field), getattr(wide, field)
     if own != other:
@@ -196,7 +172,7 @@ def _equal(names: str, small, wide, fields: Sequence[str]) -> None:
       )
 
 
-def _heads(names, small, wide, many: str, few: str) -> int:
+def group_ratio(names, small, wide, many: str, few: str) -> int:
   """Copies of whole groups: heads `many` that share one of `few`."""
   groups = [getattr(c, many) // getattr(c, few) for c in (small, wide)]
   if groups[0] != groups[1]:
@@ -204,7 +180,7 @@ def _heads(names, small, wide, many: str, few: str) -> int:
       f"{names}: {many} to {few} is {groups[0]}:1 in one and {groups[1]}:1 in"
       " the other; widening copies whole groups"
     )
-  return _ratio(names, small, wide, few)
+  return width_ratio(names, small, wide, few)
 
 
 def target_ratios(small: ModelConfig, wide: ModelConfig) -> Ratios:
@@ -215,7 +191,7 @@ def target_ratios(small: ModelConfig, wide: ModelConfig) -> Ratios:
       equations that differ, a tied wide model, too small a vocabulary.
   """
   names = f"{small.name} to {wide.name}"
-  _equal(
+  check_equal(
     names,
     small,
     wide,
@@ -237,30 +213,15 @@ def target_ratios(small: ModelConfig, wide: ModelConfig) -> Ratios:
   gdn = 1
   if configs.GDN in small.layer_types + wide.layer_types:
     fields = ("gdn_key_head_dim", "gdn_value_head_dim", "gdn_conv_kernel")
-    _equal(names, small, wide, fields)
-    gdn = _heads(names, small, wide, "gdn_num_value_heads", "gdn_num_key_heads")
-  return Ratios(
-    hidden=_ratio(names, small, wide, "hidden_size"),
-    mlp=_ratio(names, small, wide, "intermediate_size"),
-    attention=_heads(names, small, wide, "num_heads", "num_kv_heads"),
-    gdn=gdn,
-  )
-
-
-def drafter_ratios(small: DrafterConfig, wide: DrafterConfig) -> Ratios:
-  """Copies of each width; raises as `target_ratios` does."""
-  names = f"{small.name} to {wide.name}"
-  fields = ("head_dim", "rope_theta", "norm_eps", "block_size")
-  _equal(names, small, wide, fields)
-  if len(small.target_layers) != len(wide.target_layers):
-    raise SpecPilotError(
-      f"{names}: {len(small.target_layers)} taps cannot stand for"
-      f" {len(wide.target_layers)}"
+    check_equal(names, small, wide, fields)
+    gdn = group_ratio(
+      names, small, wide, "gdn_num_value_heads", "gdn_num_key_heads"
     )
   return Ratios(
-    hidden=_ratio(names, small, wide, "hidden_size"),
-    mlp=_ratio(names, small, wide, "intermediate_size"),
-    attention=_heads(names, small, wide, "num_heads", "num_kv_heads"),
+    hidden=width_ratio(names, small, wide, "hidden_size"),
+    mlp=width_ratio(names, small, wide, "intermediate_size"),
+    attention=group_ratio(names, small, wide, "num_heads", "num_kv_heads"),
+    gdn=gdn,
   )
 
 
@@ -336,7 +297,7 @@ def _deviation(small: Array) -> Array:
 def _copied(small, rows, columns, scale, *, dtype):
   """Rows and columns of `small`, times a power of two."""
   if columns is not None:
-    small = jnp.take(small, columns, axis=1, mode="clip")
+    small = jnp.take(small, columns, axis=-1, mode="clip")
   small = small.astype(dtype) * scale.astype(dtype)
   return jnp.take(small, rows, axis=0, mode="clip")
 
@@ -373,7 +334,7 @@ def as_it_is(name: str, tensor: Array) -> assembly.Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Maker:
+class Maker:
   """Makes tensors of one wide model."""
 
   small: Mapping[str, Array]
@@ -442,7 +403,7 @@ class _Maker:
           yield name, self.draw(name, source, spread)
 
 
-def _held(
+def held(
   tensors: Iterable[tuple[str, Array]], hold: Hold
 ) -> dict[str, assembly.Leaf]:
   return {name: hold(name, tensor) for name, tensor in tensors}
@@ -501,7 +462,7 @@ def widen_target(
       " like"
     )
   config = widened_target_config(small, wide)
-  maker = _Maker(
+  maker = Maker(
     {name: jnp.asarray(value) for name, value in params.items()},
     target_lib.structs(config, jnp.dtype(dtype)),
     seed,
@@ -520,62 +481,5 @@ def widen_target(
     yield name, maker.vocabulary(name, head, residual, 1 / ratios.hidden)
 
   layers = maker.layers(wide.layer_types, placed, tables)
-  arrays = _held(itertools.chain(layers, ends()), hold)
+  arrays = held(itertools.chain(layers, ends()), hold)
   return target_lib.assemble(config, arrays, jnp.dtype(dtype), kernels)
-
-
-def drafter_taps(
-  small: DrafterConfig, wide: DrafterConfig
-) -> tuple[tuple[int, int], ...]:
-  """(small layer, wide layer) of each tap, for `widen_target`."""
-  drafter_ratios(small, wide)
-  return tuple(zip(small.target_layers, wide.target_layers, strict=True))
-
-
-def widen_drafter(
-  model: DFlash,
-  wide: DrafterConfig,
-  seed: int = 0,
-  *,
-  dtype: str = "bfloat16",
-  hold: Hold = as_it_is,
-) -> DFlash:
-  """The function of a small drafter at the shape of a wide one.
-
-  Args:
-    model: the small drafter.
-    wide: the shape. Its mask token and sliding window give way to the small
-      drafter's. Its target must have been widened with the taps of
-      `drafter_taps`.
-    seed: of the weights of extra layers.
-    dtype: of the result.
-    hold: as `widen_target`.
-
-  Raises:
-    SpecPilotError: see `drafter_ratios`.
-  """
-  target_lib.check_dtype(dtype)
-  small = model.config
-  ratios = drafter_ratios(small, wide)
-  config = dataclasses.replace(
-    wide,
-    mask_token_id=small.mask_token_id,
-    sliding_window=small.sliding_window,
-  )
-
-  def make() -> DFlash:
-    return DFlash(config, jnp.dtype(dtype), nnx.Rngs(0))
-
-  maker = _Maker(assembly.parameters(model), assembly.structs(make), seed)
-  kind = configs.ATTENTION
-  kinds = (kind,) * wide.num_layers
-  names = f"{small.name} to {wide.name}"
-  placed = placement((kind,) * small.num_layers, kinds, names=names)
-  table = {kind: drafter_layer(small, ratios)}
-  ends = (
-    (name, maker.copy(name, name, spread))
-    for name, spread in drafter_ends(small, ratios).items()
-  )
-  layers = maker.layers(kinds, placed, table)
-  arrays = _held(itertools.chain(layers, ends), hold)
-  return assembly.assemble(config.name, make, arrays)

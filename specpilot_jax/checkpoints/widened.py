@@ -4,9 +4,11 @@ They are made of the zoo on the device each time, and never stored: see
 `checkpoints.widen`.
 """
 
+import dataclasses
+
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import configs
-from specpilot_jax.checkpoints import Checkpoint, widen
+from specpilot_jax.checkpoints import ZOO, Checkpoint, widen, widen_drafter
 from specpilot_jax.checkpoints import drafter as drafter_lib
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import target as target_lib
@@ -57,7 +59,7 @@ def target(
   """
   wide = preset_of(name)
   drafter = drafter_lib.load_config(store.DFLASH)
-  taps = widen.drafter_taps(drafter, drafter_configs.PRESETS[wide.name])
+  taps = widen_drafter.drafter_taps(drafter, drafter_configs.PRESETS[wide.name])
   return widen.widen_target(
     small.config,
     small.params,
@@ -75,16 +77,35 @@ def target_config(name: str, small: Checkpoint) -> configs.ModelConfig:
   return widen.widened_target_config(small.config, preset_of(name))
 
 
-def drafter_config(name: str) -> DrafterConfig:
-  """The shape of `drafter`, but for what the zoo's says of its tokens."""
-  return drafter_configs.PRESETS[preset_of(name).name]
+def drafter_config(name: str, kind: str) -> DrafterConfig:
+  """The shape of `drafter`, but for what the zoo's says of its tokens.
+
+  Its block and rotary embeddings are the zoo's, whatever the preset's: a
+  drafter is trained for them.
+  """
+  small = drafter_lib.load_config(store.DRAFTERS[ZOO][kind])
+  wide = drafter_configs.PRESETS_BY_KIND[kind][preset_of(name).name]
+  return dataclasses.replace(wide, block_size=small.block_size, yarn=small.yarn)
 
 
-def drafter(name: str, dtype: str, hold: widen.Hold = widen.as_it_is) -> DFlash:
-  """The zoo's drafter at the shape of the preset's."""
-  wide = drafter_config(name)
-  small = drafter_lib.load(store.DFLASH, dtype)
-  return widen.widen_drafter(small, wide, SEED, dtype=dtype, hold=hold)
+def drafter(
+  name: str, kind: str, dtype: str, hold: widen.Hold = widen.as_it_is
+) -> DFlash:
+  """The zoo's drafter of a kind at the shape of the preset's.
+
+  Raises:
+    SpecPilotError: the zoo's does not load, or reads other layers than the
+      target was widened for.
+  """
+  wide = drafter_config(name, kind)
+  small = drafter_lib.load(store.DRAFTERS[ZOO][kind], dtype)
+  first = drafter_lib.load_config(store.DFLASH)
+  if small.config.target_layers != first.target_layers:
+    raise SpecPilotError(
+      f"{small.config.name} reads layers {small.config.target_layers}, widened"
+      f" targets are made for {first.target_layers}"
+    )
+  return widen_drafter.widen_drafter(small, wide, SEED, dtype=dtype, hold=hold)
 
 
 def note(name: str) -> str:

@@ -23,11 +23,15 @@ class Lattice:
       the other places are never read), axis 2 the candidate's place in slot s,
       and the constant is one per slot and parent.
     count: slots that hold a draft, the first of the arrays.
+    confidence: where the drafter says so, the probability that what it drafts
+      for a slot is accepted, given the parent in that place of the slot before
+      (before slot 0 the anchor is place 0).
   """
 
   tokens: Int[Array, "S C"]
   scores: Float[Array, "S C"] | Float[Array, "S C C"]
   count: Int[Array, ""]
+  confidence: Float[Array, "S C"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -20,6 +20,7 @@ from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters import learned
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from specpilot_jax.models.target import Target
 
@@ -92,9 +93,9 @@ def drafter(model: Drafter | None, target: Target) -> Drafter | None:
   arrays = _encoded(assembly.leaves(own))
 
   def make() -> DFlash:
-    return DFlash(own.config, own.dtype, nnx.Rngs(0))
+    return learned.module(own.config, own.dtype, nnx.Rngs(0))
 
-  return DFlashDrafter(
+  return learned.drafter(
     assembly.assemble(own.config.name, make, arrays),
     target,
     candidates=model.candidates,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import add_norm, w12_array, w12_matmul
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.w12_array import W12Array
+from specpilot_jax.models.yarn import Yarn
 
 _INIT = nnx.initializers.normal(0.02)
 
@@ -207,6 +208,7 @@ def rope(
   positions: Int[Array, " N"],
   rotary_dim: int,
   theta: float,
+  yarn: Yarn | None = None,
 ) -> Float[Array, "N H D"]:
   """Rotary embedding of the first `rotary_dim` dimensions of each head.
 
@@ -217,8 +219,12 @@ def rope(
   acc = accumulation_dtype(x.dtype)
   half = rotary_dim // 2
   frequency = 1.0 / theta ** (np.arange(half, dtype=np.float64) / half)
+  if yarn is not None:
+    frequency = yarn.frequencies(rotary_dim, theta)
   angle = positions[:, None].astype(acc) * jnp.asarray(frequency, acc)
   cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]  # [N, 1, half]
+  if yarn is not None:
+    cos, sin = cos * yarn.scale, sin * yarn.scale
   first, second, rest = jnp.split(x, (half, rotary_dim), axis=-1)
   first, second = first.astype(acc), second.astype(acc)
   rotated = (first * cos - second * sin, second * cos + first * sin)

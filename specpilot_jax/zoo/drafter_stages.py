@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from specpilot_jax.checkpoints import drafter as drafter_io
-from specpilot_jax.models.drafters.dflash import DFlash
+from specpilot_jax.models.drafters import learned
 from specpilot_jax.models.target import Target
 from specpilot_jax.zoo import (
   drafter_training,
@@ -22,8 +22,6 @@ from specpilot_jax.zoo import (
   training,
 )
 from specpilot_jax.zoo.text import Rows, Shelf, chosen_rows
-
-FOLDER = "dflash"
 
 
 def write_text(
@@ -101,11 +99,12 @@ def train(
   work: pathlib.Path,
   deadline: float | None,
 ) -> bool:
-  """Trains on `work/text` and writes `work/dflash`; False at the deadline."""
+  """Trains on `work/text` and writes the folder of the drafter's kind in
+  `work`; False at the deadline."""
   config, schedule = recipe.config, recipe.schedule
-  graphdef, state = nnx.split(DFlash(config, jnp.float32, nnx.Rngs(4)))
+  graphdef, state = nnx.split(learned.module(config, jnp.float32, nnx.Rngs(4)))
   compute_def, _ = nnx.split(
-    nnx.eval_shape(lambda: DFlash(config, jnp.bfloat16, nnx.Rngs(0)))
+    nnx.eval_shape(lambda: learned.module(config, jnp.bfloat16, nnx.Rngs(0)))
   )
   shelf = Shelf(
     sorted((work / "text").glob("???.npz")),
@@ -121,7 +120,7 @@ def train(
   shared = (target.embed.weight[...], head.weight[...])
 
   def loss(state, batch):
-    (text, rows, anchors), (embedding, head) = batch
+    (text, rows, anchors), (embedding, head), selector = batch
     return drafter_training.loss(
       nnx.merge(compute_def, training.cast(state, jnp.bfloat16)),
       embedding,
@@ -129,19 +128,24 @@ def train(
       chosen_rows(text, rows),
       anchors,
       recipe,
+      selector,
     )[0]
 
   state, done = optimizer.train(
     state,
     loss,
-    lambda step: (shelf.at(step), shared),
+    lambda step: (
+      shelf.at(step),
+      shared,
+      np.float32(recipe.selector_at(step)),
+    ),
     schedule,
-    work / "drafter",
+    work / f"{config.kind}_training",
     deadline=deadline,
   )
   if done:
-    shutil.rmtree(work / FOLDER, ignore_errors=True)
-    drafter_io.save(work / FOLDER, nnx.merge(graphdef, state))
+    shutil.rmtree(work / config.kind, ignore_errors=True)
+    drafter_io.save(work / config.kind, nnx.merge(graphdef, state))
   return done
 
 

@@ -28,12 +28,22 @@ def learning_rate(schedule: Schedule) -> optax.Schedule:
   )
 
 
+_TABLES = {
+  "embed",
+  "conv_weight",
+  "predecessor_codebook",
+  "successor_codebook",
+  "markov_head",
+}
+"""Parts of names of what has an axis of tokens or taps."""
+
+
 def _matrices(params: Any) -> Any:
   """Which parameters are matrices between hidden spaces."""
 
   def leaf(path, x):
     names = {getattr(p, "key", getattr(p, "name", p)) for p in path}
-    hidden = x.ndim == 2 and not {"embed", "conv_weight"} & names
+    hidden = x.ndim == 2 and not _TABLES & names
     return optax.contrib.MuonDimensionNumbers() if hidden else None
 
   return jax.tree_util.tree_map_with_path(leaf, params)

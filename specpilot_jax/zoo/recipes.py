@@ -3,7 +3,11 @@
 import dataclasses
 
 from specpilot_jax.configs import ATTENTION, GDN, ModelConfig
-from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters.config import (
+  DFlash2Config,
+  DrafterConfig,
+  DSparkConfig,
+)
 
 SPECIAL_TOKENS = (
   "<|endoftext|>",
@@ -62,6 +66,17 @@ DFLASH = DrafterConfig(
   sliding_window=384,
 )
 
+
+# Of the same layers, heads, MLP and block; groups divide the hidden size.
+DFLASH2 = DFlash2Config(
+  name="zoo-dflash2",
+  **DFLASH.shape(),
+  conv_group_size=16,
+  selector_rank=64,
+  selector_top_k=16,
+)
+
+DSPARK = DSparkConfig(name="zoo-dspark", **DFLASH.shape(), markov_rank=64)
 
 # At most 8 MB in bfloat16: a third of it projects the taps.
 SMOLLM2_DFLASH = DrafterConfig(
@@ -144,6 +159,7 @@ class DrafterRecipe:
   """How a drafter is trained on what its target says.
 
   Attributes:
+    target: name of the model that it drafts for.
     config: shape of the drafter.
     schedule: one phase; its `length` is that of the text's rows.
     anchors: blocks per row and step.
@@ -160,8 +176,13 @@ class DrafterRecipe:
     visits: steps on a text file before the next one.
     surprise: of `text.Shelf`: how much likelier anchors are where the target
       did not expect the token.
+    selector: weight of DFlash2's selector once it has its whole weight.
+    selector_ramp: share of the steps before it has any, and share in which it
+      then grows to the whole.
+    confidence: weight of the cross-entropy of DSpark's confidence head.
   """
 
+  target: str
   config: DrafterConfig
   schedule: Schedule
   anchors: int
@@ -175,6 +196,15 @@ class DrafterRecipe:
   prompt_tokens: int
   visits: int
   surprise: float
+  selector: float = 0.0
+  selector_ramp: float = 0.0005
+  confidence: float = 0.0
+
+  def selector_at(self, step: int) -> float:
+    """Weight of the selector in a step."""
+    ramp = self.selector_ramp * self.schedule.steps
+    grown = min(max(step / ramp - 1, 0.0), 1.0) if ramp else 1.0
+    return self.selector * grown
 
 
 TARGET_SCHEDULE = Schedule(
@@ -188,6 +218,7 @@ TARGET_SCHEDULE = Schedule(
 )
 
 ZOO_DRAFTER = DrafterRecipe(
+  target="zoo",
   config=DFLASH,
   schedule=Schedule(
     phases=(Phase(steps=15_500, length=512, sequences=48),),
@@ -209,7 +240,20 @@ ZOO_DRAFTER = DrafterRecipe(
   surprise=4.0,
 )
 
+# As the first drafter. What is published of the selector's training (SpecForge)
+# is cross-entropy over the strict top 16 at weight 1; its scores take the same
+# loss as the logits here, because the law that decoding follows is theirs.
+ZOO_DFLASH2 = dataclasses.replace(ZOO_DRAFTER, config=DFLASH2, selector=1.0)
+
+# Published (arXiv 2607.05147): 0.1 cross-entropy + 0.9 total variation + 1.0
+# of the confidence, slots decaying with gamma 4. Muon, soft labels, reach and
+# surprise stay: they say which slots and anchors count, not what is learnt.
+ZOO_DSPARK = dataclasses.replace(
+  ZOO_DRAFTER, config=DSPARK, variation=0.9, confidence=1.0
+)
+
 SMOLLM2_DRAFTER = DrafterRecipe(
+  target="smollm2",
   config=SMOLLM2_DFLASH,
   schedule=Schedule(
     phases=(Phase(steps=10_000, length=512, sequences=32),),
@@ -231,5 +275,10 @@ SMOLLM2_DRAFTER = DrafterRecipe(
   surprise=0.0,
 )
 
-DRAFTERS = {"zoo": ZOO_DRAFTER, "smollm2": SMOLLM2_DRAFTER}
-"""Recipes by the name of the target."""
+DRAFTERS = {
+  "zoo": ZOO_DRAFTER,
+  "zoo-dflash2": ZOO_DFLASH2,
+  "zoo-dspark": ZOO_DSPARK,
+  "smollm2": SMOLLM2_DRAFTER,
+}
+"""Recipes by name; that of `zoo` trains the target too."""

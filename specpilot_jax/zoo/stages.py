@@ -61,17 +61,25 @@ def train_tokenizer(texts) -> tokenizers.Tokenizer:
 def _write_corpus(
   name: str, work: pathlib.Path, train, held_out, dropped, **more
 ) -> None:
-  manifest = {"recipe": name} | data.manifest(train, held_out, dropped) | more
+  manifest = (
+    {"recipe": _family(name)} | data.manifest(train, held_out, dropped) | more
+  )
   (work / "corpus.json").write_text(json.dumps(manifest, indent=1) + "\n")
   shown = {k: v for k, v in manifest.items() if not isinstance(v, dict)}
   print(json.dumps(shown), flush=True)
+
+
+def _family(name: str) -> str:
+  """What `work` belongs to: drafters of a target that ships share the text."""
+  target = recipes.DRAFTERS[name].target
+  return name if name == target else f"{target} drafters"
 
 
 def _stage_data(name: str, work: pathlib.Path, tests: Sequence[str]) -> None:
   documents, dropped = data.without_overlap(data.corpus(), tests)
   held_out = [d for d in documents if data.is_held_out(d)]
   train = [d for d in documents if not data.is_held_out(d)]
-  if name != ZOO:
+  if recipes.DRAFTERS[name].target != ZOO:
     heads = prompting.function_heads(d.text for d in train)
     (work / "heads.json").write_text(json.dumps(heads))
     _write_corpus(
@@ -79,6 +87,8 @@ def _stage_data(name: str, work: pathlib.Path, tests: Sequence[str]) -> None:
     )
     return
   kept = work / "tokenizer.json"
+  if name != ZOO:
+    shutil.copyfile(store.TARGET / "tokenizer.json", kept)
   if kept.exists():  # of an earlier run: ids keep their meaning
     backend = tokenizers.Tokenizer.from_file(str(kept))
   else:
@@ -148,9 +158,9 @@ def _trained_params(work: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _loaded(name: str, work: pathlib.Path) -> loading.LoadedModel:
-  """The target whose drafter is trained."""
+  """The target whose drafter is trained: of this run, or as it ships."""
   if name != ZOO:
-    return loading.load_target(name, "bfloat16")
+    return loading.load_target(recipes.DRAFTERS[name].target, "bfloat16")
   return loading.LoadedModel(
     target=target_lib.build(recipes.TARGET, _trained_params(work), "bfloat16"),
     tokenizer=None,
@@ -167,7 +177,7 @@ def _prompts(
   tests: Sequence[str],
 ) -> Callable[[int], Sequence[Sequence[int]]]:
   """Training prompts of each round."""
-  if name == ZOO:
+  if recipe.target == ZOO:
     stream = np.load(work / "train.npy", mmap_mode="r")
     return lambda i: prompting.windows(
       stream, recipe.prompt_tokens, recipe.rows, [3, i]
@@ -197,11 +207,14 @@ def _prompts(
 
 
 def _stage_release(name: str, work: pathlib.Path) -> None:
-  release = work / "release"
-  drafter = drafter_io.load(work / drafter_stages.FOLDER, "bfloat16")
+  recipe = recipes.DRAFTERS[name]
+  kind = recipe.config.kind
+  drafter = drafter_io.load(work / kind, "bfloat16")
   params = _trained_params(work) if name == ZOO else {}
-  shutil.rmtree(release, ignore_errors=True)
-  drafter_io.save(release / store.DRAFTERS[name].name, drafter, encode=True)
+  release = work / "release"
+  shipped = release / store.DRAFTERS[recipe.target][kind].name
+  shutil.rmtree(release if name == ZOO else shipped, ignore_errors=True)
+  drafter_io.save(shipped, drafter, encode=True)
   if name != ZOO:
     return
   store.write_target(
@@ -231,7 +244,7 @@ def run(
   """Runs stages in their order.
 
   Args:
-    name: of `recipes.DRAFTERS`; only the zoo's target is trained here.
+    name: of `recipes.DRAFTERS`; only `zoo` trains its target here.
     wanted: names of `STAGES`.
     work: keeps everything.
     scale: multiplies all step counts.
@@ -249,9 +262,10 @@ def run(
   work.mkdir(parents=True, exist_ok=True)
   manifest = work / "corpus.json"
   if manifest.exists():
-    of = json.loads(manifest.read_text()).get("recipe", name)
-    if of != name:
-      raise SpecPilotError(f"{work} holds a run of the recipe {of}, not {name}")
+    own = _family(name)
+    of = json.loads(manifest.read_text()).get("recipe", own)
+    if of != own:
+      raise SpecPilotError(f"{work} holds a run of the recipe {of}, not {own}")
   recipe = drafter_stages.scaled(recipes.DRAFTERS[name], scale)
   tests = [s for p in test_files for s in data.test_strings(pathlib.Path(p))]
   if "data" in wanted and not manifest.exists():
@@ -267,11 +281,11 @@ def run(
       _prompts(name, recipe, model, work, tests),
       work / "text",
       # The zoo's rows go on into the next document, as its training text does.
-      () if name == ZOO else model.config.eos_token_ids,
+      () if recipe.target == ZOO else model.config.eos_token_ids,
       deadline,
     ):
       return "text"
-    if "drafter" in wanted and not (work / drafter_stages.FOLDER).exists():
+    if "drafter" in wanted and not (work / recipe.config.kind).exists():
       if not drafter_stages.train(recipe, model.target, work, deadline):
         return "drafter"
   if "release" in wanted:

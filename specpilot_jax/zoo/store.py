@@ -15,8 +15,15 @@ WEIGHTS = pathlib.Path(__file__).parent / "weights"
 TARGET = WEIGHTS / "target"
 DFLASH = WEIGHTS / "dflash"
 SMOLLM2_DFLASH = WEIGHTS / "smollm2_dflash"
-DRAFTERS = {"zoo": DFLASH, "smollm2": SMOLLM2_DFLASH}
-"""Drafters by the name of their target."""
+DRAFTERS = {
+  "zoo": {
+    "dflash": DFLASH,
+    "dflash2": WEIGHTS / "dflash2",
+    "dspark": WEIGHTS / "dspark",
+  },
+  "smollm2": {"dflash": SMOLLM2_DFLASH},
+}
+"""Drafters by the name of their target and their kind."""
 PROMPTS = WEIGHTS / "prompts.jsonl"
 LONG_PROMPTS = WEIGHTS / "prompts_512.jsonl"
 

@@ -1,11 +1,14 @@
 """Train the zoo: `python -m specpilot_jax.zoo.train --work_dir=DIR`
 
-Two recipes: `zoo` trains the target and its drafter, `smollm2` a drafter for
-SmolLM2-135M-Instruct. Stages, each resumable and done once: `data` (corpus,
-split, hashes, overlap check, and byte-level BPE or function heads), `target`,
-`text` (what the target generates), `drafter` (DFlash), `release` (the folders
-that ship, weights in W12). A stage that is complete is not run again; a stage
-that hits --max_wall_s saves its state, and the same command goes on.
+Recipes: `zoo` trains the target and its DFlash drafter, `zoo-dflash2` and
+`zoo-dspark` the other drafters of the zoo that ships, `smollm2` a DFlash
+drafter for SmolLM2-135M-Instruct. Stages, each resumable and done once: `data`
+(corpus, split, hashes, overlap check, and byte-level BPE or function heads),
+`target`, `text` (what the target generates), `drafter`, `release` (the folders
+that ship, weights in W12). Recipes of drafters for the zoo that ships may share
+a work folder, and then share its text. A stage that is complete is not run
+again; a stage that hits --max_wall_s saves its state, and the same command goes
+on.
 """
 
 import math

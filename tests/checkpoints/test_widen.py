@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from specpilot_jax.checkpoints import widen
+from specpilot_jax.checkpoints import widen, widen_drafter
 from specpilot_jax.configs import ATTENTION, GDN
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
@@ -19,6 +19,7 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import assembly
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters import learned
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from tests.decoding import kit
 from tests.notes import FULL
@@ -49,9 +50,20 @@ def wide_pair(r: int, small=SMALL, drafter=DRAFTER, **overrides):
     gdn_num_value_heads=small.gdn_num_value_heads * r,
   )
   config = dataclasses.replace(config, **overrides)
-  return config, dataclasses.replace(
+  return config, wide_drafter(r, config, drafter)
+
+
+def wide_drafter(r: int, config, drafter):
+  """The same of a drafter alone; ranks grow less."""
+  rank = {
+    name: getattr(drafter, name) * 2
+    for name in ("selector_rank", "markov_rank")
+    if hasattr(drafter, name)
+  }
+  return dataclasses.replace(
     drafter,
-    name=f"wide-dflash-{r}",
+    **rank,
+    name=f"wide-{drafter.kind}-{r}",
     vocab_size=config.vocab_size,
     hidden_size=config.hidden_size,
     intermediate_size=drafter.intermediate_size * r,
@@ -72,7 +84,7 @@ def small_params(small=SMALL):
 
 def small_drafter(dtype=jnp.float64, config=DRAFTER) -> DFlash:
   """Random weights of a size at which every part of it matters."""
-  model = DFlash(config, dtype, nnx.Rngs(1))
+  model = learned.module(config, dtype, nnx.Rngs(1))
   arrays = assembly.parameters(model)
   rng = np.random.default_rng(5)
   for name, array in arrays.items():
@@ -80,7 +92,7 @@ def small_drafter(dtype=jnp.float64, config=DRAFTER) -> DFlash:
     drawn = drawn if array.ndim == 2 else 1 + 0.2 * drawn
     arrays[name] = jnp.asarray(drawn, dtype)
   return assembly.assemble(
-    config.name, lambda: DFlash(config, dtype, nnx.Rngs(0)), arrays
+    config.name, lambda: learned.module(config, dtype, nnx.Rngs(0)), arrays
   )
 
 
@@ -93,10 +105,10 @@ def widened(r=2, small=SMALL, wide=None, drafter=None, dtype="float64", seed=0):
     small_params(small),
     wide,
     seed,
-    taps=widen.drafter_taps(DRAFTER, drafter),
+    taps=widen_drafter.drafter_taps(DRAFTER, drafter),
     dtype=dtype,
   )
-  model = widen.widen_drafter(
+  model = widen_drafter.widen_drafter(
     small_drafter(jnp.dtype(dtype)), drafter, seed, dtype=dtype
   )
   return target, model
@@ -114,7 +126,7 @@ def run(target, model):
   def compute(target_state, drafter_state):
     target = nnx.merge(target_def, target_state)
     model = nnx.merge(drafter_def, drafter_state)
-    drafter = DFlashDrafter(model, target, candidates=8)
+    drafter = learned.drafter(model, target, candidates=8)
     size = jnp.int32(TOKENS.size)
     nodes = state_lib.run_of(jnp.asarray(TOKENS), size, prefill=False)
     state = state_lib.init_state(target.config, 64, target.dtype)
@@ -251,7 +263,8 @@ def interleaved(index: np.ndarray) -> np.ndarray:
 
 def changed(table_name: str, parameter: str, change):
   """A table of `widen` whose entry for one parameter is changed."""
-  original = getattr(widen, table_name)
+  module = widen if table_name == "target_layer" else widen_drafter
+  original = getattr(module, table_name)
 
   def table(*args):
     entries = original(*args)
@@ -259,7 +272,7 @@ def changed(table_name: str, parameter: str, change):
       entries[parameter] = change(entries[parameter])
     return entries
 
-  return mock.patch.object(widen, table_name, table)
+  return mock.patch.object(module, table_name, table)
 
 
 def undivided(spread):
@@ -371,7 +384,7 @@ class WeightsTest(parameterized.TestCase):
       for name, value in small_params().items()
     }
     wide, drafter = wide_pair(4)
-    taps = widen.drafter_taps(DRAFTER, drafter)
+    taps = widen_drafter.drafter_taps(DRAFTER, drafter)
     target = widen.widen_target(SMALL, params, wide, taps=taps)
     made = target_lib.parameters(target)
     ratios = widen.target_ratios(SMALL, wide)
@@ -507,7 +520,9 @@ class RefusalTest(parameterized.TestCase):
   def test_drafter(self, overrides, pattern):
     wide = dataclasses.replace(wide_pair(2)[1], **overrides)
     with self.assertRaisesRegex(SpecPilotError, pattern):
-      widen.widen_drafter(small_drafter(jnp.float32), wide, dtype="float32")
+      widen_drafter.widen_drafter(
+        small_drafter(jnp.float32), wide, dtype="float32"
+      )
 
   def test_dtype(self):
     with self.assertRaisesRegex(SpecPilotError, "float64 needs"):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs, loading
-from specpilot_jax.checkpoints import widen
+from specpilot_jax.checkpoints import widen, widen_drafter
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import target as target_lib
@@ -98,10 +98,10 @@ class The27BTest(absltest.TestCase):
       widen.Ratios(hidden=16, mlp=32, attention=4, gdn=16),
     )
     self.assertEqual(
-      widen.drafter_ratios(recipes.DFLASH, BIG_DRAFTER),
+      widen_drafter.drafter_ratios(recipes.DFLASH, BIG_DRAFTER),
       widen.Ratios(hidden=16, mlp=32, attention=8),
     )
-    taps = widen.drafter_taps(recipes.DFLASH, BIG_DRAFTER)
+    taps = widen_drafter.drafter_taps(recipes.DFLASH, BIG_DRAFTER)
     self.assertEqual(
       widen.placement(recipes.TARGET.layer_types, BIG.layer_types, taps),
       (0, 1, 6, 23, 24, 34, 48, 63),
@@ -128,9 +128,9 @@ class The27BTest(absltest.TestCase):
     structs = assembly.structs(
       lambda: DFlash(BIG_DRAFTER, jnp.bfloat16, nnx.Rngs(0))
     )
-    ratios = widen.drafter_ratios(recipes.DFLASH, BIG_DRAFTER)
-    ends = widen.drafter_ends(recipes.DFLASH, ratios)
-    table = widen.drafter_layer(recipes.DFLASH, ratios)
+    ratios = widen_drafter.drafter_ratios(recipes.DFLASH, BIG_DRAFTER)
+    ends = widen_drafter.drafter_ends(recipes.DFLASH, ratios)
+    table = widen_drafter.drafter_layer(recipes.DFLASH, ratios)
     for name, spread in ends.items():
       self.spread_like(spread, structs[name].shape)
     for i in range(BIG_DRAFTER.num_layers):

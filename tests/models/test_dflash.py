@@ -11,6 +11,12 @@ from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models.drafters import learned
+from specpilot_jax.models.drafters.config import (
+  DFlash2Config,
+  DrafterConfig,
+  DSparkConfig,
+)
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from specpilot_jax.zoo import training
 from tests.decoding import kit
@@ -23,22 +29,27 @@ GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.0)
 
 
-def drafter(window=None, dtype=jnp.float64) -> DFlashDrafter:
-  config = drafter_config(CONFIG, sliding_window=window)
+def drafter(
+  window=None, dtype=jnp.float64, made=DrafterConfig
+) -> DFlashDrafter:
+  overrides = dict(selector_top_k=4) if made is DFlash2Config else {}
+  config = drafter_config(CONFIG, made, sliding_window=window, **overrides)
   target = kit.build(CONFIG, str(jnp.dtype(dtype)))
-  return DFlashDrafter(DFlash(config, dtype, nnx.Rngs(1)), target)
+  return learned.drafter(learned.module(config, dtype, nnx.Rngs(1)), target)
 
 
 class DFlashTest(kit.Float64TestCase):
   @parameterized.named_parameters(
-    ("greedy", GREEDY, None),
-    ("sampled", SAMPLED, None),
-    ("greedy_window", GREEDY, 6),
+    ("greedy", GREEDY, None, DrafterConfig),
+    ("sampled", SAMPLED, None, DrafterConfig),
+    ("greedy_window", GREEDY, 6, DrafterConfig),
+    ("dflash2_sampled", SAMPLED, None, DFlash2Config),
+    ("dspark_greedy", GREEDY, 6, DSparkConfig),
   )
-  def test_lossless(self, sampling, window):
+  def test_lossless(self, sampling, window, made):
     engine = Engine(
       kit.build(CONFIG, "float64"),
-      drafter=drafter(window),
+      drafter=drafter(window, made=made),
       max_seq_len=256,
       prefill_chunk=8,
     )

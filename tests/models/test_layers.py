@@ -5,6 +5,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from specpilot_jax.models import layers
+from specpilot_jax.models.yarn import Yarn
 
 
 class MatmulTest(parameterized.TestCase):
@@ -33,3 +34,42 @@ class MatmulTest(parameterized.TestCase):
     np.testing.assert_array_equal(
       layers.matmul(others, weight)[0], layers.matmul(x, weight)[0]
     )
+
+
+class RopeTest(parameterized.TestCase):
+  YARN = Yarn(factor=32, original_max_position_embeddings=8192)
+
+  def test_yarn_is_that_of_transformers(self):
+    """Of a head of 128 and base 1e7, as transformers 5.17 computes them."""
+    pairs = [0, 10, 16, 20, 24, 27, 28, 30, 40, 63]
+    np.testing.assert_allclose(
+      self.YARN.frequencies(128, 1e7)[pairs],
+      [
+        1.0, 8.05842131e-02, 1.54858502e-02, 3.97746312e-03, 8.39861517e-04,
+        1.78699964e-04, 8.29882483e-05, 1.63530967e-05, 1.31780166e-06,
+        4.01999056e-09,
+      ],
+      rtol=1e-6,
+    )  # fmt: skip
+    self.assertAlmostEqual(self.YARN.scale, 1.3465735902799727, places=12)
+
+  def test_rotation(self):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 8)))
+    positions = jnp.asarray([0, 5, 9000])
+    plain = Yarn(factor=1, original_max_position_embeddings=8192)
+    np.testing.assert_allclose(
+      layers.rope(x, positions, 8, 1e4, plain),
+      layers.rope(x, positions, 8, 1e4),
+      rtol=1e-6,
+    )
+    scaled = layers.rope(x, positions, 8, 1e4, self.YARN)
+    np.testing.assert_allclose(scaled[0], self.YARN.scale * x[0], rtol=1e-6)
+    norms = np.linalg.norm(scaled, axis=-1) / np.linalg.norm(x, axis=-1)
+    np.testing.assert_allclose(norms, self.YARN.scale, rtol=1e-5)
+    # The first pair turns as it did, the last one slower.
+    plain, slow = (
+      frequencies(8, 1e4)
+      for frequencies in (plain.frequencies, self.YARN.frequencies)
+    )
+    self.assertEqual(plain[0], slow[0])
+    self.assertLess(slow[-1], plain[-1])

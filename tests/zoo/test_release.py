@@ -6,6 +6,7 @@ import json
 import pathlib
 import shutil
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from specpilot_jax.decoding.commit import commit
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import state as state_lib
+from specpilot_jax.models.drafters import learned
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from specpilot_jax.zoo import measures, recipes, store
 from tests.checkpoints.builders import BFLOAT16
@@ -39,6 +41,12 @@ FOLDERS = {
   folder.name: folder
   for folder in (store.TARGET, store.DFLASH, store.SMOLLM2_DFLASH)
 }
+SHIPPED = [
+  recipe
+  for recipe, how in recipes.DRAFTERS.items()
+  if store.DRAFTERS[how.target][how.config.kind].is_dir()
+]
+"""Recipes whose drafters ship."""
 TRAINED = json.loads(
   (pathlib.Path(__file__).parents[1] / "data/zoo_bf16.json").read_text()
 )
@@ -136,9 +144,8 @@ class ShippedTest(parameterized.TestCase):
     shipped = (FOLDERS[name] / w12_file.WEIGHTS).read_bytes()
     self.assertEqual(path.read_bytes(), shipped)
 
-  @parameterized.parameters(*store.DRAFTERS)
-  def test_drafters_in_the_released_layout(self, name):
-    shipped = store.DRAFTERS[name]
+  @parameterized.parameters(store.DFLASH, store.SMOLLM2_DFLASH)
+  def test_drafters_in_the_released_layout(self, shipped):
     folder = self.scratch / shipped.name
     drafter_io.save(folder, drafter_io.load(shipped, "bfloat16"))
     self.assertEqual(
@@ -169,13 +176,35 @@ class ShippedTest(parameterized.TestCase):
     text = "def f(naïve):\n\treturn 1234  # 你好\n"
     self.assertEqual(zoo.tokenizer.decode(zoo.tokenizer.encode(text)), text)
 
-  @parameterized.parameters(*recipes.DRAFTERS)
+  @parameterized.parameters(*SHIPPED)
   def test_drafter_is_the_recipe(self, name):
-    config = recipes.DRAFTERS[name].config
-    model = drafter_io.load(store.DRAFTERS[name], "bfloat16")
+    recipe = recipes.DRAFTERS[name]
+    config = recipe.config
+    folder = store.DRAFTERS[recipe.target][config.kind]
+    model = drafter_io.load(folder, "bfloat16")
     self.assertEqual(
       dataclasses.replace(model.config, name=config.name), config
     )
+    if recipe.target == "zoo":
+      self.assertLess(size_mb(folder), 5)
+
+  def test_a_drafter_that_does_not_ship(self):
+    target = loading.load_target("zoo", "float32").target
+    absent = {"dflash2": self.scratch / "dflash2"}
+    with mock.patch.dict(loading._OWN_DRAFTERS, {"zoo": absent}):
+      for make in (loading.make_drafter, self.configure):
+        with self.assertRaisesRegex(
+          SpecPilotError, "dflash2: config.json is missing"
+        ) as caught:
+          make("dflash2", target)
+        self.assertLen(str(caught.exception).splitlines(), 1)
+        with self.assertRaisesRegex(
+          SpecPilotError, "zoo has no dspark drafter of its own"
+        ):
+          make("dspark", target)
+
+  def configure(self, name, target):
+    return loading.drafter_config(name, target.config)
 
   def test_prompts(self):
     zoo = load_checkpoint("zoo")
@@ -293,6 +322,46 @@ class ReleasedLayoutTest(parameterized.TestCase):
     ):
       np.testing.assert_array_equal(a, b)
 
+  @parameterized.product(
+    config=(recipes.DFLASH2, recipes.DSPARK), encode=(False, True)
+  )
+  def test_round_trip_of_others(self, config, encode):
+    model = learned.module(config, jnp.bfloat16, nnx.Rngs(7))
+    drafter_io.save(self.folder, model, encode=encode)
+    if encode:
+      shapes = w12_file.load(self.folder / w12_file.WEIGHTS)
+    else:
+      shapes = safetensors.numpy.load_file(self.folder / drafter_io.WEIGHTS)
+    shapes = {name: array.shape for name, array in shapes.items()}
+    own = (
+      {
+        "candidate_selector.predecessor_codebook": (4096, 64),
+        "candidate_selector.successor_codebook": (4096, 64),
+        "candidate_selector.hidden_projection.weight": (64, 320),
+      }
+      | {
+        f"layers.{i}.{conv}.{name}": shape
+        for i in range(2)
+        for conv in ("attention_conv", "mlp_conv")
+        for name, shape in (
+          ("base_kernel", (2, 2, 320)),
+          ("kernel_projection.weight", (80, 320)),
+        )
+      }
+      if config is recipes.DFLASH2
+      else {
+        "markov_head.markov_w1.weight": (4096, 64),
+        "markov_head.markov_w2.weight": (4096, 64),
+        "confidence_head.proj.weight": (1, 384),
+        "confidence_head.proj.bias": (1,),
+      }
+    )
+    self.assertEqual({n: shapes[n] for n in own}, own)
+    self.assertLen(shapes, 11 * 2 + 3 + len(own))
+    back = drafter_io.load(self.folder, "bfloat16")
+    self.assertEqual(dataclasses.replace(back.config, name=config.name), config)
+    self.assert_same(model, back)
+
   def test_round_trip(self):
     model = DFlash(recipes.DFLASH, jnp.bfloat16, nnx.Rngs(7))
     drafter_io.save(self.folder, model)
@@ -318,7 +387,7 @@ class ReleasedLayoutTest(parameterized.TestCase):
     ({"dflash_config": {"surprise": 1}}, "dflash_config.surprise"),
     ({"dtype": "float16"}, "float16"),
     ({"is_causal": True}, "is_causal=True"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "scaled RoPE"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear'"),
     ({"hidden_size": None}, "'hidden_size' is missing"),
     ({"num_target_layers": 3}, "target layer"),
     ({"hidden_size": 640}, "shape"),

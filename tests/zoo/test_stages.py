@@ -11,10 +11,13 @@ import numpy as np
 import safetensors
 from absl.testing import absltest, parameterized
 
+from specpilot_jax import loading
 from specpilot_jax.checkpoints import ZOO, hf
 from specpilot_jax.checkpoints import drafter as drafter_io
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.zoo import data, optimizer, recipes, stages
+from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters.config import DFlash2Config, DSparkConfig
+from specpilot_jax.zoo import data, optimizer, recipes, stages, store
 from specpilot_jax.zoo.text import Rows
 from tests.checkpoints.builders import BFLOAT16
 from tests.decoding import kit
@@ -41,6 +44,24 @@ DRAFTER = dataclasses.replace(
 )
 
 
+OTHERS = {
+  "zoo-dflash2": dataclasses.replace(
+    DRAFTER,
+    config=dataclasses.replace(
+      drafter_config(TARGET, DFlash2Config), mask_token_id=3
+    ),
+    selector=1.0,
+  ),
+  "zoo-dspark": dataclasses.replace(
+    DRAFTER,
+    config=dataclasses.replace(
+      drafter_config(TARGET, DSparkConfig), mask_token_id=3
+    ),
+    confidence=1.0,
+  ),
+}
+
+
 def documents() -> list[data.Document]:
   rng = np.random.default_rng(0)
   texts = [
@@ -59,7 +80,9 @@ class StagesTest(parameterized.TestCase):
     self.enterContext(kit.quick_compilation())
     self.enterContext(mock.patch.object(recipes, "TARGET", TARGET))
     self.enterContext(mock.patch.object(recipes, "TARGET_SCHEDULE", SCHEDULE))
-    self.enterContext(mock.patch.dict(recipes.DRAFTERS, {ZOO: DRAFTER}))
+    self.enterContext(
+      mock.patch.dict(recipes.DRAFTERS, {ZOO: DRAFTER, **OTHERS})
+    )
     self.enterContext(mock.patch.object(data, "corpus", documents))
 
   def run_stages(self, *wanted, name=ZOO, **kwargs):
@@ -113,6 +136,40 @@ class StagesTest(parameterized.TestCase):
     self.refused("target.safetensors: damaged", "text")
     self.refused("target.safetensors: damaged", "release")
     self.assertTrue((release / "target").exists())
+
+  def test_drafters_of_the_target_that_ships(self):
+    """They share what the target said, and each is trained and released."""
+    shipped = loading.LoadedModel(
+      target=target_lib.build(
+        TARGET, target_lib.random_params(TARGET, 1), "bfloat16"
+      ),
+      tokenizer=None,
+      notes=(),
+      sha256={},
+    )
+    with mock.patch.object(
+      loading, "load_target", return_value=shipped
+    ) as loaded:
+      past = time.monotonic() - 1
+      stopped = self.run_stages(name="zoo-dflash2", deadline=past)
+      self.assertEqual(stopped, "text")
+      self.assertIsNone(self.run_stages(name="zoo-dflash2"))
+      text = {p: p.read_bytes() for p in (self.work / "text").iterdir()}
+      self.assertIsNone(self.run_stages(name="zoo-dspark"))
+      self.assertEqual({p: p.read_bytes() for p in text}, text)
+      self.assertEqual({*loaded.call_args.args}, {ZOO, "bfloat16"})
+    tokenizer = (self.work / "tokenizer.json").read_bytes()
+    self.assertEqual(tokenizer, (store.TARGET / "tokenizer.json").read_bytes())
+    release = self.work / "release"
+    self.assertEqual({p.name for p in release.iterdir()}, {"dflash2", "dspark"})
+    for kind in ("dflash2", "dspark"):
+      drafter = drafter_io.load(release / kind, "float32")
+      self.assertEqual(drafter.config.kind, kind)
+      self.assertEqual(
+        {p.name for p in (release / kind).iterdir()},
+        {"config.json", "model.w12.safetensors"},
+      )
+    self.refused("holds a run of the recipe zoo drafters, not zoo")
 
   def test_a_stage_without_what_comes_before_it(self):
     self.refused("run the target stage first", "text")

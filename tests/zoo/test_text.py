@@ -29,6 +29,7 @@ from tests.decoding import kit
 from tests.zoo.test_training import CONFIG, drafter_config
 
 RECIPE = recipes.DrafterRecipe(
+  target="zoo",
   config=drafter_config(CONFIG),
   schedule=recipes.Schedule(
     phases=(recipes.Phase(steps=40, length=64, sequences=4),),
@@ -326,7 +327,7 @@ class RowsTest(kit.Float64TestCase):
     other.mkdir()
     (other / "text").symlink_to(self.work / "text")
     self.assertTrue(drafter_stages.train(recipe, self.target, other, None))
-    lines = (other / "drafter" / "loss.jsonl").read_text().splitlines()
+    lines = (other / "dflash_training" / "loss.jsonl").read_text().splitlines()
     first, last = (json.loads(line)["loss"] for line in (lines[0], lines[-1]))
     self.assertLess(last, 0.5 * first)
     whole = drafter_io.load(other / "dflash", "float32")

@@ -16,8 +16,13 @@ from flax import nnx
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
-from specpilot_jax.models.drafters.config import DrafterConfig
-from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
+from specpilot_jax.models.drafters import learned
+from specpilot_jax.models.drafters.config import (
+  DFlash2Config,
+  DrafterConfig,
+  DSparkConfig,
+)
+from specpilot_jax.models.drafters.dflash import DFlash
 from specpilot_jax.zoo import (
   drafter_training,
   optimizer,
@@ -38,9 +43,19 @@ SCHEDULE = recipes.Schedule(
 )
 
 
-def drafter_config(config, **overrides) -> DrafterConfig:
-  settings: dict[str, Any] = dict(
-    name="tiny-dflash",
+OWN: dict[type[DrafterConfig], dict[str, Any]] = {
+  DrafterConfig: {},
+  DFlash2Config: dict(conv_group_size=8, selector_rank=4, selector_top_k=6),
+  DSparkConfig: dict(markov_rank=4),
+}
+
+
+def drafter_config[C: DrafterConfig](
+  config, made: type[C] = DrafterConfig, **overrides
+) -> C:
+  """A drafter of some kind for a small target."""
+  settings: dict[str, Any] = OWN[made] | dict(
+    name=f"tiny-{made.kind}",
     vocab_size=config.vocab_size,
     hidden_size=config.hidden_size,
     intermediate_size=24,
@@ -55,7 +70,7 @@ def drafter_config(config, **overrides) -> DrafterConfig:
     target_layers=(0, 2),
     num_target_layers=config.num_layers,
   )
-  return DrafterConfig(**(settings | overrides))
+  return made(**(settings | overrides))
 
 
 def corpus() -> np.ndarray:
@@ -161,16 +176,21 @@ class ForwardTest(kit.Float64TestCase):
     np.testing.assert_allclose(hidden, out.hidden, atol=1e-12)
     np.testing.assert_allclose(taps, out.taps, atol=1e-12)
 
-  @parameterized.parameters(None, 8)
-  def test_drafter_block(self, window):
-    config = drafter_config(CONFIG, sliding_window=window)
-    model = DFlash(config, jnp.float64, nnx.Rngs(3))
+  @parameterized.parameters(
+    (None, DrafterConfig),
+    (8, DrafterConfig),
+    (8, DFlash2Config),
+    (None, DSparkConfig),
+  )
+  def test_drafter_block(self, window, made):
+    config = drafter_config(CONFIG, made, sliding_window=window)
+    model = learned.module(config, jnp.float64, nnx.Rngs(3))
     _, taps = training.hidden_states(self.target, self.tokens, (0, 2))
     anchors = jnp.asarray([3, 20, 50])
     blocks = drafter_training.block_hidden(
       model, self.target.embed.weight[...], self.tokens, taps, anchors
     )
-    drafter = DFlashDrafter(model, self.target, candidates=CONFIG.vocab_size)
+    drafter = learned.drafter(model, self.target, candidates=CONFIG.vocab_size)
     for anchor, hidden in zip(anchors, blocks, strict=True):
       context = drafter.init_context(80)
       for start in range(0, int(anchor), 16):  # as prefill does it
@@ -186,12 +206,19 @@ class ForwardTest(kit.Float64TestCase):
       lattice = drafter.draft(
         drafter.params, context, self.tokens[anchor], jnp.int32(anchor)
       )
-      law = jax.nn.log_softmax(self.target.logits(hidden[1:]), axis=-1)
-      np.testing.assert_allclose(
-        lattice.scores,
-        jnp.take_along_axis(law, lattice.tokens, axis=1),
-        atol=1e-12,
+      hidden = hidden[-config.num_slots :]
+      expected = drafter.lattice(
+        model, hidden, self.target.logits(hidden), self.tokens[anchor]
       )
+      np.testing.assert_array_equal(lattice.tokens, expected.tokens)
+      np.testing.assert_allclose(lattice.scores, expected.scores, atol=1e-12)
+      if made is DrafterConfig:
+        law = jax.nn.log_softmax(self.target.logits(hidden), axis=-1)
+        np.testing.assert_allclose(
+          lattice.scores,
+          jnp.take_along_axis(law, lattice.tokens, axis=1),
+          atol=1e-12,
+        )
 
   @parameterized.product(sampled=(False, True), variation=(0.0, 0.25))
   def test_drafter_loss_is_the_decayed_mean(self, sampled, variation):

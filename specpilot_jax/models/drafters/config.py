@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from specpilot_jax import configs
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
-
-DFLASH = "DFlashDraftModel"
+from specpilot_jax.models.yarn import Yarn
 
 # Fields that say nothing about the function that a drafter computes.
 _INERT = frozenset({
@@ -26,11 +25,12 @@ _FIXED = {
 _READ = frozenset({
   "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
   "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-  "rope_theta", "rope_parameters", "max_position_embeddings", "block_size",
+  "rope_theta", "rope_parameters", "max_position_embeddings",
   "num_target_layers", "dflash_config", "use_sliding_window",
   "sliding_window",
 })  # fmt: skip
-_DFLASH_READ = frozenset({"target_layer_ids", "mask_token_id", "block_size"})
+_EITHER = frozenset({"target_layer_ids", "mask_token_id", "block_size"})
+"""Fields that stand in `dflash_config` or beside it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,16 @@ class DrafterConfig:
     target_layers: taps; the residual stream after these target layers.
     num_target_layers: layers of the target that it was trained for.
     sliding_window: context tokens that it sees at most; None for all.
+    yarn: scaling of its rotary embeddings, if any.
   """
+
+  kind: ClassVar[str] = "dflash"
+  architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)
+  own: ClassVar[tuple[str, ...]] = ()
+  """Attributes that are fields of `config.json` under the same name."""
+  fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+  """Fields that this implementation supports at some values alone."""
+  inert: ClassVar[frozenset[str]] = frozenset()
 
   name: str
   vocab_size: int
@@ -65,6 +74,7 @@ class DrafterConfig:
   target_layers: tuple[int, ...]
   num_target_layers: int
   sliding_window: int | None = None
+  yarn: Yarn | None = None
 
   def __post_init__(self):
     def check(good, what):
@@ -102,41 +112,68 @@ class DrafterConfig:
           f" {target.name} has {other}"
         )
 
+  def shape(self) -> dict[str, Any]:
+    """All but its name, for a drafter of another kind that is like it."""
+    shape = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    del shape["name"]
+    return shape
+
+  @property
+  def num_slots(self) -> int:
+    """Drafts of a block: the predictions of its last so many rows."""
+    return self.block_size - 1
+
   @classmethod
   def from_hf(cls, config: Mapping[str, Any], name: str) -> "DrafterConfig":
-    """Reads a released DFlash `config.json`; unknown fields are refused."""
-    dflash = dict(config.get("dflash_config") or {})
+    """Reads a released `config.json`; unknown fields are refused.
+
+    Returns:
+      A config of the class that its `architectures` name, of this one where
+      there are none.
+    """
+    classes = {a: c for c in _classes(cls) for a in c.architectures}
+    for architecture in config.get("architectures") or ():
+      if architecture not in classes:
+        raise SpecPilotError(
+          f"{name}: architecture {architecture!r} is not one of"
+          f" {', '.join(classes)}"
+        )
+      return classes[architecture]._read(config, name)
+    return cls._read(config, name)
+
+  @classmethod
+  def _read(cls, config: Mapping[str, Any], name: str) -> Self:
+    nested = dict(config.get("dflash_config") or {})
+    either = _EITHER | cls.fixed.keys() | cls.inert | set(cls.own)
     for known, fields, prefix in (
-      (_READ | _INERT | _FIXED.keys(), config, ""),
-      (_DFLASH_READ, dflash, "dflash_config."),
+      (_READ | _INERT | _FIXED.keys() | either, config, ""),
+      (either, nested, "dflash_config."),
     ):
       for field in sorted(set(fields) - set(known)):
         raise SpecPilotError(f"{name}: unknown config field {prefix}{field}")
-    for field, allowed in _FIXED.items():
-      if field in config and config[field] not in allowed:
+    for field in sorted(nested.keys() & config.keys()):
+      if nested[field] != config[field]:
         raise SpecPilotError(
-          f"{name}: {field}={config[field]!r} is not supported"
+          f"{name}: {field} is {config[field]!r}, and {nested[field]!r} in"
+          " dflash_config"
+        )
+    everything = {**config, **nested}
+    for field, allowed in {**_FIXED, **cls.fixed}.items():
+      if field in everything and everything[field] not in allowed:
+        raise SpecPilotError(
+          f"{name}: {field}={everything[field]!r} is not supported"
         )
     if str(config.get("dtype") or config.get("torch_dtype")) == "float16":
       raise SpecPilotError(
         f"{name}: float16 drafters overflow; convert it to bfloat16"
       )
 
-    def need(field, source=config):
-      if source.get(field) is None:
+    def need(field):
+      if everything.get(field) is None:
         raise SpecPilotError(f"{name}: config field {field!r} is missing")
-      return source[field]
+      return everything[field]
 
-    rope = dict(config.get("rope_parameters") or {})
-    if rope.pop("rope_type", "default") != "default":
-      raise SpecPilotError(f"{name}: scaled RoPE is not supported")
-    theta = rope.pop("rope_theta", config.get("rope_theta"))
-    if theta is None:
-      raise SpecPilotError(f"{name}: config field 'rope_theta' is missing")
-    if rope:
-      raise SpecPilotError(
-        f"{name}: unknown config field rope_parameters.{sorted(rope)[0]}"
-      )
+    theta, yarn = _rope(config, name)
     window = config.get("sliding_window")
     if config.get("use_sliding_window") is False:
       window = None
@@ -149,19 +186,28 @@ class DrafterConfig:
       num_heads=need("num_attention_heads"),
       num_kv_heads=need("num_key_value_heads"),
       head_dim=need("head_dim"),
-      rope_theta=float(theta),
+      rope_theta=theta,
       norm_eps=float(need("rms_norm_eps")),
-      block_size=config.get("block_size") or need("block_size", dflash),
-      mask_token_id=need("mask_token_id", dflash),
-      target_layers=tuple(need("target_layer_ids", dflash)),
+      block_size=need("block_size"),
+      mask_token_id=need("mask_token_id"),
+      target_layers=tuple(need("target_layer_ids")),
       num_target_layers=need("num_target_layers"),
       sliding_window=window,
+      yarn=yarn,
+      **{field: need(field) for field in cls.own},
     )
+
+  def _rope_fields(self) -> dict[str, Any]:
+    if self.yarn is None:
+      return {"rope_theta": self.rope_theta}
+    yarn = dataclasses.asdict(self.yarn)
+    fields = {"rope_type": "yarn", "rope_theta": self.rope_theta} | yarn
+    return {"rope_parameters": fields}
 
   def to_hf(self) -> dict[str, Any]:
     """The released layout's `config.json`."""
     return {
-      "architectures": [DFLASH],
+      "architectures": list(self.architectures[:1]),
       "model_type": "qwen3",
       "dtype": "bfloat16",
       "vocab_size": self.vocab_size,
@@ -172,7 +218,7 @@ class DrafterConfig:
       "num_key_value_heads": self.num_kv_heads,
       "head_dim": self.head_dim,
       "rms_norm_eps": self.norm_eps,
-      "rope_theta": self.rope_theta,
+      **self._rope_fields(),
       "hidden_act": "silu",
       "attention_bias": False,
       "is_causal": False,
@@ -184,6 +230,137 @@ class DrafterConfig:
         "target_layer_ids": list(self.target_layers),
         "mask_token_id": self.mask_token_id,
       },
+    }
+
+
+def _rope(config: Mapping[str, Any], name: str) -> tuple[float, Yarn | None]:
+  """Base of the wavelengths, and their scaling."""
+  rope = dict(config.get("rope_parameters") or {})
+  kind = rope.pop("rope_type", "default")
+  if kind not in ("default", "yarn"):
+    raise SpecPilotError(f"{name}: rope_type {kind!r} is not supported")
+  theta = rope.pop("rope_theta", config.get("rope_theta"))
+  if theta is None:
+    raise SpecPilotError(f"{name}: config field 'rope_theta' is missing")
+  fields = {f.name: f for f in dataclasses.fields(Yarn)}
+  for field in sorted(rope.keys() - (fields if kind == "yarn" else {})):
+    raise SpecPilotError(
+      f"{name}: unknown config field rope_parameters.{field}"
+    )
+  if kind == "default":
+    return float(theta), None
+  rope = {field: value for field, value in rope.items() if value is not None}
+  for field, described in fields.items():
+    if described.default is dataclasses.MISSING and field not in rope:
+      raise SpecPilotError(
+        f"{name}: config field rope_parameters.{field} is missing"
+      )
+  yarn = Yarn(**rope)
+  if yarn.factor < 1:
+    raise SpecPilotError(f"{name}: YaRN factor {yarn.factor} is below 1")
+  return float(theta), yarn
+
+
+def _classes(base: type[DrafterConfig]) -> tuple[type[DrafterConfig], ...]:
+  return (base, *base.__subclasses__())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DrafterConfig):
+  """Shape of a DFlash2 drafter.
+
+  Attributes:
+    conv_group_size: consecutive channels that share a dynamic kernel.
+    selector_rank: of the factors of the selector's table.
+    selector_top_k: candidates per slot.
+  """
+
+  kind = "dflash2"
+  architectures = ("DFlash2DraftModel",)
+  own = ("conv_group_size", "selector_rank", "selector_top_k")
+  fixed = {
+    "conv_kernel_size": (2,),
+    "input_embedding_scale": (None, 1),
+    "output_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+  }
+
+  conv_group_size: int
+  selector_rank: int
+  selector_top_k: int
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.selector_rank < 1:
+      raise SpecPilotError(
+        f"{self.name}: selector_rank {self.selector_rank} is below 1"
+      )
+    if self.hidden_size % self.conv_group_size:
+      raise SpecPilotError(
+        f"{self.name}: hidden_size {self.hidden_size} is not a multiple of"
+        f" conv_group_size {self.conv_group_size}"
+      )
+    if not 1 <= self.selector_top_k <= self.vocab_size:
+      raise SpecPilotError(
+        f"{self.name}: selector_top_k {self.selector_top_k} is not within the"
+        f" vocabulary of {self.vocab_size}"
+      )
+
+  @property
+  def conv_groups(self) -> int:
+    return self.hidden_size // self.conv_group_size
+
+  def to_hf(self) -> dict[str, Any]:
+    config = super().to_hf()
+    config["dflash_config"] |= {"conv_kernel_size": 2}
+    config["dflash_config"] |= {
+      field: getattr(self, field) for field in self.own
+    }
+    return config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DrafterConfig):
+  """Shape of a DSpark drafter.
+
+  Attributes:
+    markov_rank: of the factors of the Markov head's table.
+  """
+
+  kind = "dspark"
+  architectures = ("Qwen3DSparkModel", "DSparkDraftModel")
+  own = ("markov_rank",)
+  fixed = {
+    "sample_from_anchor": (True,),
+    "markov_head_type": ("vanilla",),
+    "enable_confidence_head": (True,),
+    "confidence_head_with_markov": (True,),
+    "projector_type": ("dspark",),
+  }
+  inert = frozenset({"num_anchors"})
+
+  markov_rank: int
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.markov_rank < 1:
+      raise SpecPilotError(
+        f"{self.name}: markov_rank {self.markov_rank} is below 1"
+      )
+
+  @property
+  def num_slots(self) -> int:
+    """The anchor's row predicts too."""
+    return self.block_size
+
+  def to_hf(self) -> dict[str, Any]:
+    config = super().to_hf() | {
+      field: getattr(self, field) for field in self.own
+    }
+    return config | {
+      field: allowed[0]
+      for field, allowed in self.fixed.items()
+      if field != "projector_type"
     }
 
 
@@ -225,3 +402,38 @@ PRESETS: dict[str, DrafterConfig] = {
   ),
 }
 """DFlash drafters by the preset of their target (`configs.PRESETS`)."""
+
+
+def _dflash2(target: str, **shape: Any) -> DFlash2Config:
+  return DFlash2Config(
+    name=f"{target}-DFlash2",
+    conv_group_size=16,
+    selector_top_k=16,
+    **(PRESETS[target].shape() | shape),
+  )
+
+
+def _dspark(target: str, **shape: Any) -> DSparkConfig:
+  return DSparkConfig(
+    name=f"{target}-DSpark", **(PRESETS[target].shape() | shape)
+  )
+
+
+PRESETS_BY_KIND: dict[str, dict[str, DrafterConfig]] = {
+  DrafterConfig.kind: PRESETS,
+  DFlash2Config.kind: {
+    "Qwen3.8-27B": _dflash2("Qwen3.8-27B", block_size=8, selector_rank=256),
+    "hybrid-1280": _dflash2("hybrid-1280", selector_rank=128),
+  },
+  DSparkConfig.kind: {
+    "Qwen3.8-27B": _dspark(
+      "Qwen3.8-27B",
+      block_size=7,
+      sliding_window=None,
+      yarn=Yarn(factor=32, original_max_position_embeddings=8192),
+      markov_rank=256,
+    ),
+    "hybrid-1280": _dspark("hybrid-1280", markov_rank=128),
+  },
+}
+"""By kind, then as `PRESETS`; those of the 27B have the released blocks."""

@@ -8,7 +8,8 @@ the target's embedding and lm_head. One pass drafts the whole block.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class DraftAttention(nnx.Module):
   ) -> Float[Array, "N H K"]:
     c = self.config
     q = self.q_norm(self.q_proj(x).reshape(-1, c.num_heads, c.head_dim))
-    return layers.rope(q, positions, c.head_dim, c.rope_theta)
+    return layers.rope(q, positions, c.head_dim, c.rope_theta, c.yarn)
 
   def keys_values(
     self, x: Float[Array, "N D"], positions: Int[Array, " N"]
@@ -57,7 +58,7 @@ class DraftAttention(nnx.Module):
     c = self.config
     k, v = jnp.split(self.kv_proj(x), 2, axis=-1)
     k = self.k_norm(k.reshape(-1, c.num_kv_heads, c.head_dim))
-    k = layers.rope(k, positions, c.head_dim, c.rope_theta)
+    k = layers.rope(k, positions, c.head_dim, c.rope_theta, c.yarn)
     return k, v.reshape(-1, c.num_kv_heads, c.head_dim)
 
 
@@ -75,9 +76,34 @@ class DraftLayer(nnx.Module):
       config.hidden_size, config.intermediate_size, dtype, rngs
     )
 
+  def attend(
+    self, h: Float[Array, "N D"], positions: Int[Array, " N"], attention
+  ) -> Float[Array, "N D"]:
+    """What the attention sublayer adds, from its normed input."""
+    q = self.attention.queries(h, positions)
+    k, v = self.attention.keys_values(h, positions)
+    return self.attention.o_proj(attention(q, k, v).reshape(h.shape[0], -1))
+
+  def expand(self, h: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    """What the MLP adds, from its normed input."""
+    return self.mlp(h)
+
+  def __call__(
+    self, x: Float[Array, "N D"], positions: Int[Array, " N"], attention
+  ) -> Float[Array, "N D"]:
+    """The residual stream behind this layer.
+
+    Args:
+      attention: (q, k, v of the rows) -> attention output [N, H, K].
+    """
+    x = x + self.attend(self.input_norm(x), positions, attention)
+    return x + self.expand(self.post_norm(x))
+
 
 class DFlash(nnx.Module):
   """The drafter's own parameters; embedding and lm_head are the target's."""
+
+  layer: ClassVar[type[DraftLayer]] = DraftLayer
 
   def __init__(self, config: DrafterConfig, dtype, rngs: nnx.Rngs):
     if jnp.dtype(dtype) == jnp.float16:
@@ -94,7 +120,7 @@ class DFlash(nnx.Module):
       config.hidden_size, config.norm_eps, False, dtype
     )
     self.layers = nnx.List(
-      [DraftLayer(config, dtype, rngs) for _ in range(config.num_layers)]
+      [self.layer(config, dtype, rngs) for _ in range(config.num_layers)]
     )
     self.norm = layers.RMSNorm(
       config.hidden_size, config.norm_eps, False, dtype
@@ -112,25 +138,20 @@ class DFlash(nnx.Module):
 
   def block(
     self,
-    x: Float[Array, "B D"],
-    positions: Int[Array, " B"],
+    x: Float[Array, "N D"],
+    positions: Int[Array, " N"],
     attend,
-  ) -> Float[Array, "B D"]:
+  ) -> Float[Array, "N D"]:
     """Final-normed hidden states of block rows.
 
     Args:
-      x: input embeddings.
+      x: input embeddings of one block, or of several in turn.
       positions: absolute positions of the rows.
       attend: (layer index, q, k, v of the rows) -> attention output; it knows
         the context and which rows belong together.
     """
     for i, layer in enumerate(self.layers):
-      h = layer.input_norm(x)
-      q = layer.attention.queries(h, positions)
-      k, v = layer.attention.keys_values(h, positions)
-      out = attend(i, q, k, v)
-      x = x + layer.attention.o_proj(out.reshape(x.shape[0], -1))
-      x = x + layer.mlp(layer.post_norm(x))
+      x = layer(x, positions, functools.partial(attend, i))
     return self.norm(x)
 
 
@@ -162,7 +183,7 @@ class DFlashDrafter:
     config.check_target(target.config)
     kernels_lib.check_drafter(target.kernels, config.name, config.head_dim)
     self.config = config
-    self.num_slots = config.block_size - 1
+    self.num_slots = config.num_slots
     self.taps: tuple[int, ...] = config.target_layers
     self.vocab_size: int | None = target.config.vocab_size
     self._valid = target.config.valid_vocab
@@ -229,7 +250,7 @@ class DFlashDrafter:
     anchor: Int[Array, ""],
     position: Int[Array, ""],
   ) -> Lattice:
-    """The best candidates of every slot, with their log-probabilities."""
+    """The candidates of every slot, scored: see `lattice`."""
     state, embedding, head = params
     model = nnx.merge(self._graphdef, state)
     c = self.config
@@ -256,18 +277,51 @@ class DFlashDrafter:
         implementation=self._attention,
       )
 
-    hidden = model.block(x, positions, attend)[1:]
+    hidden = model.block(x, positions, attend)[-self.num_slots :]
     acc = layers.accumulation_dtype(model.dtype)
     if not isinstance(head, W12Array):
       head = head.astype(model.dtype)
     logits = layers.matmul(hidden, head, acc, self._w12)
     real = jnp.arange(logits.shape[-1]) < self._valid
-    logits = jnp.where(real, logits, -jnp.inf)
+    return self.lattice(
+      model, hidden, jnp.where(real, logits, -jnp.inf), anchor
+    )
+
+  def lattice(
+    self,
+    model: DFlash,
+    hidden: Float[Array, "S D"],
+    logits: Float[Array, "S V"],
+    anchor: Int[Array, ""],
+  ) -> Lattice:
+    """The best candidates of every slot, each slot for itself.
+
+    Scores [S, C] are log-probabilities over the whole vocabulary.
+
+    Args:
+      model: the module.
+      hidden: final-normed hidden states of the rows that predict.
+      logits: theirs, -inf where there is no token.
+      anchor: id of the last committed token.
+    """
+    del model, hidden, anchor
     scores, ids = top_k.top_k(
       jax.nn.log_softmax(logits, axis=-1), self.candidates
     )
+    return self._lattice(ids, scores)
+
+  def _lattice(self, ids, scores, confidence=None) -> Lattice:
     return Lattice(
       tokens=ids.astype(jnp.int32),
       scores=scores,
       count=jnp.asarray(self.num_slots, jnp.int32),
+      confidence=confidence,
     )
+
+
+def parents_of(
+  anchor: Int[Array, ""], ids: Int[Array, "S ..."]
+) -> Int[Array, "S ..."]:
+  """What stands before each slot: the anchor, then the slot before it."""
+  first = jnp.full_like(ids[:1], anchor)
+  return jnp.concatenate([first, ids[:-1]])

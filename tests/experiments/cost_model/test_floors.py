@@ -13,7 +13,11 @@ from specpilot_jax import configs, loading
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
-from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters.config import (
+  DFlash2Config,
+  DrafterConfig,
+  DSparkConfig,
+)
 from specpilot_jax.models.drafters.dflash import DFlash
 from tests.decoding import kit
 
@@ -21,6 +25,15 @@ DRAFTER = DrafterConfig(
   name="d", vocab_size=61, hidden_size=32, intermediate_size=40, num_layers=2,
   num_heads=4, num_kv_heads=2, head_dim=8, rope_theta=1e4, norm_eps=1e-6,
   block_size=6, mask_token_id=1, target_layers=(0, 2), num_target_layers=3,
+)  # fmt: skip
+
+CONFIGS = (
+  DRAFTER,
+  DFlash2Config(
+    **(DRAFTER.shape()), name="d2", conv_group_size=8, selector_rank=4,
+    selector_top_k=3,
+  ),
+  DSparkConfig(**(DRAFTER.shape()), name="ds", markov_rank=4),
 )  # fmt: skip
 
 
@@ -171,6 +184,29 @@ def test_drafter_weights_are_those_of_the_module():
   assert more.bytes - work.bytes == 4 * 2 * 32
 
 
+def test_what_other_drafters_add():
+  step = floors.Step(nodes=6, context=20, committed=3)
+  plain, dflash2, dspark = (
+    floors.dflash(config, kit.hybrid(), "float32", step) for config in CONFIGS
+  )
+  # Four sublayers: kernels 16 of width 32 and 8 operations per channel, in six
+  # rows; five slots whose three candidates have three parents, of rank 4.
+  convolution = 4 * 6 * (2 * 16 * 32 + 8 * 32)
+  selector = 5 * (2 * 4 * 32 + 2 * 9 * 4)
+  assert dflash2.flops - plain.flops == convolution + selector
+  assert dflash2.bytes - plain.bytes == 4 * (
+    4 * (16 * 32 + 6 * (16 + 32)) + 4 * 32 + 5 * (4 + 32) + 2 * 5 * 3 * 4
+  )
+  # A sixth slot with logits, two products with the table of the vocabulary,
+  # and sixteen candidates with as many parents.
+  logits = 2 * 61 * 32 + 61
+  markov = 6 * (2 * 2 * 61 * 4 + 2 * 256 * 4)
+  assert dspark.flops - plain.flops == logits + markov
+  assert dspark.bytes - plain.bytes == 4 * (
+    32 + 2 * 61 + 2 * (61 * 4 + 6 * (4 + 61)) + 2 * 6 * 16 * 4
+  )
+
+
 def test_a_window_bounds_the_context():
   windowed = dataclasses.replace(DRAFTER, sliding_window=8)
   far, near = (
@@ -222,7 +258,16 @@ def test_drafters_without_a_floor():
       target=kit.hybrid(), dtype="float32", drafter="medusa",
       drafter_config=None,
     )  # fmt: skip
-  assert loading.DRAFTERS == ("none", "prompt_lookup", "dflash")
+  for name in loading.DRAFTERS:
+    config = {c.kind: c for c in CONFIGS}.get(name)
+    floors.Models(
+      target=kit.hybrid(), dtype="float32", drafter=name, drafter_config=config
+    )
+  with pytest.raises(SpecPilotError, match="do not fit"):
+    floors.Models(
+      target=kit.hybrid(), dtype="float32", drafter="dflash2",
+      drafter_config=DRAFTER,
+    )  # fmt: skip
 
 
 def test_prompt_passes_have_no_logits():
