@@ -144,10 +144,16 @@ def matmul(
       precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=out_dtype,
     )
+  return _matmul_kernel(x, w, out_dtype, view, implementation, tile, expanded)
+
+
+def _matmul_kernel(x, w, out_dtype, view, implementation, tile, expanded):
+  """Two launches: what programs sum up, then all that is left to do."""
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
   if not w.tiled:
     raise ValueError("w12_matmul's kernel takes planes in tiles")
+  n = x.shape[0]
   _, _, height, width = w.low.shape
   tile = tile or TILES[rows_of(n)]
   tile = dataclasses.replace(tile, lanes=min(tile.lanes, height))

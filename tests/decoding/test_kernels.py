@@ -44,7 +44,7 @@ FUNCTIONS = {
   "gdn_commit": (gdn_commit, "_commit_kernel"),
   "tree_attention": (tree_attention, "_tree_attention_kernel"),
   "add_norm": (add_norm, "_add_norm_kernel"),
-  "w12_matmul": (w12_matmul, "partial_sums"),
+  "w12_matmul": (w12_matmul, "_matmul_kernel"),
 }
 
 
