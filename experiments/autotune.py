@@ -21,7 +21,6 @@ from absl import flags
 from experiments import results, tile_timing
 from experiments.console import say
 from experiments.tile_timing import Shape
-from pallas_kernels import w12_matmul
 from specpilot_jax import cli, loading
 from specpilot_jax.errors import SpecPilotError
 
@@ -51,17 +50,10 @@ def _chosen_shapes() -> Counter[Shape]:
   return chosen
 
 
-def _chosen_rows() -> list[int]:
-  limit = max(w12_matmul.TILES)
-  for text in _ROWS.value:
-    if not text.isdecimal() or not 1 <= int(text) <= limit:
-      raise SpecPilotError(f"rows must be 1 to {limit}, got {text!r}")
-  return [int(text) for text in _ROWS.value]
-
-
 def main() -> None:
   """Times what the flags ask for."""
-  shapes, row_counts = _chosen_shapes(), _chosen_rows()
+  shapes = _chosen_shapes()
+  row_counts = tile_timing.parse_rows(_ROWS.value)
   loading.prepare_jax(None)
   device = jax.devices()[0]
   if device.platform != "gpu":

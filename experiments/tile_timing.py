@@ -95,6 +95,19 @@ def shapes_of(preset: str) -> Counter[Shape]:
   return found + Counter([head])
 
 
+def parse_rows(texts: Sequence[str]) -> list[int]:
+  """Numbers of rows of x, as a flag gives them.
+
+  Raises:
+    SpecPilotError: more than the kernel takes, none, or no number.
+  """
+  limit = w12_matmul.MAX_ROWS
+  for text in texts:
+    if not text.isdecimal() or not 1 <= int(text) <= limit:
+      raise SpecPilotError(f"rows must be 1 to {limit}, got {text!r}")
+  return [int(text) for text in texts]
+
+
 FORMS = (
   Tile(lanes=32, num_warps=2),
   Tile(lanes=32, num_warps=2, num_stages=2),

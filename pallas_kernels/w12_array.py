@@ -206,8 +206,8 @@ def take(w: W12Array, rows: Int[Array, " N"]) -> BFloat16[Array, "N I"]:
   low = (lanes_of(w.low) >> (4 * quarter)[:, None]) & 15
   dense = bits((byte << 4) | low, w.base[rows][:, None].astype(jnp.int32))
   start, end = w.row_start[rows], w.row_start[rows + 1]
-  # As many as a row can have, and no loop: a step with one is launched kernel
-  # by kernel on a GPU.
+  # As many as a row can have, and no loop whose length the device decides: it
+  # would stand in the way of launching a step as one graph.
   at = start[:, None] + jnp.arange(w.shape[1], dtype=jnp.int32)
   here = at < end[:, None]
   at = jnp.minimum(at, w.columns.size - 1)

@@ -98,8 +98,11 @@ class _Shares:
     return max(self.owners(group) for group in range(self.groups))
 
 
-TILES = {n: Tile() for n in (8, 16, 32)} | {
-  n: Tile(lanes=64, num_warps=4, programs=264) for n in (64, 128)
+TILES = {
+  8: Tile(),
+  16: Tile(),
+  32: Tile(),
+  64: Tile(lanes=64, num_warps=4, programs=264),
 }
 """By rows of x; measured on an H200 (132 multiprocessors)."""
 
@@ -128,10 +131,10 @@ def matmul(
     view: multiplies the 8-bit view instead of the matrix.
     implementation: the kernel takes bfloat16 rows; more than `MAX_ROWS` are
       multiplied with the decoded matrix.
-    tile: the kernel's, instead of the one in the table.
-    expanded: [4, T, K, h, w] bfloat16, what decoding is to yield in each
-      quarter (2^(base - 113) times it is the weight): the same kernel without
-      decoding, to check it.
+    tile: of the kernel, instead of the one in the table.
+    expanded: of the kernel, [4, T, K, h, w] bfloat16: what decoding is to
+      yield in each quarter (2^(base - 113) times it is the weight). The same
+      kernel without decoding, to check it.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]

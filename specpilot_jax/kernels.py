@@ -103,8 +103,8 @@ def _check_size(kernel: str, model: str, field: str, size: int) -> None:
 
 
 GDN_PATH = 32
-"""Nodes of a path at most: `gdn_verify` solves by doubling, as many times as
-make it exact to this depth (DESIGN section 4)."""
+"""Nodes of a path at most: `gdn_verify`'s kernel is held to float64 to this
+depth (DESIGN section 4)."""
 
 
 def check_passes(
@@ -135,7 +135,7 @@ def check_passes(
     raise SpecPilotError(
       f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"
     )
-  if kernels.gdn_verify != "reference" and path > GDN_PATH:
+  if dispatch.is_kernel(kernels.gdn_verify) and path > GDN_PATH:
     raise SpecPilotError(
       f"kernel gdn_verify takes paths of at most {GDN_PATH} nodes, a pass has"
       f" one of {path}"

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import tile_timing
 from experiments.cost_model import kernels, measure
+from pallas_kernels import w12_matmul
 from pallas_kernels.w12_matmul import Tile
 from specpilot_jax.checkpoints import w12_device
 from specpilot_jax.errors import SpecPilotError
@@ -29,6 +30,16 @@ def test_every_form_is_tried_with_numbers_of_programs():
     tried = tile_timing.tiles(n)
     assert len(set(tried)) == len(tried)
     assert len(tried) == len(forms) * len(tile_timing.PROGRAMS)
+
+
+def test_no_more_rows_than_the_kernel_takes():
+  """The decoded matrix would be timed in its place."""
+  assert max(w12_matmul.TILES) == w12_matmul.MAX_ROWS
+  limit = str(w12_matmul.MAX_ROWS)
+  assert tile_timing.parse_rows(["1", limit]) == [1, w12_matmul.MAX_ROWS]
+  for wrong in ("0", "x", str(w12_matmul.MAX_ROWS + 1)):
+    with pytest.raises(SpecPilotError, match=f"rows must be 1 to {limit}"):
+      tile_timing.parse_rows([wrong])
 
 
 def test_cases_are_the_product():
