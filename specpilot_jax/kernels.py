@@ -103,8 +103,8 @@ def _check_size(kernel: str, model: str, field: str, size: int) -> None:
 
 
 GDN_PATH = 32
-"""Nodes of a path at most: `gdn_verify`'s kernel is held to float64 to this
-depth (DESIGN section 4)."""
+"""Nodes of a path at most: the depth to which the kernel `gdn_verify` has to be
+exact (DESIGN section 4)."""
 
 
 def check_passes(
