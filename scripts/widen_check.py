@@ -17,9 +17,13 @@ from absl import flags
 from experiments import token_forcing
 from specpilot_jax import cli, loading
 from specpilot_jax.checkpoints import widen_check
+from specpilot_jax.models.drafters import learned
 
 _MODEL = flags.DEFINE_string(
   "model", "widened:hybrid-1280", "Widened model to check."
+)
+_DRAFTER = flags.DEFINE_enum(
+  "drafter", "dflash", learned.KINDS, "Drafter of both."
 )
 _PROMPTS = flags.DEFINE_integer("prompts", 20, "Held-out prompts.")
 _LENGTH = flags.DEFINE_integer("prompt_tokens", 200, "Ids of a prompt at most.")
@@ -69,7 +73,11 @@ def main() -> None:
   loading.prepare_jax("float64")
   prompts = widen_check.prompts(_PROMPTS.value, _LENGTH.value)
   exact = widen_check.in_float64(
-    _MODEL.value, prompts, _TOKENS.value, decodes=_DECODE.value
+    _MODEL.value,
+    _DRAFTER.value,
+    prompts,
+    _TOKENS.value,
+    decodes=_DECODE.value,
   )
   tell(
     "float64",
@@ -78,7 +86,9 @@ def main() -> None:
     logit_difference=exact.logits,
     acceptance=dataclasses.asdict(exact.acceptance),
   )
-  rounded = widen_check.in_bfloat16(_MODEL.value, prompts, exact.outputs)
+  rounded = widen_check.in_bfloat16(
+    _MODEL.value, _DRAFTER.value, prompts, exact.outputs
+  )
   relative = rounded.acceptance.relative
   tell(
     "acceptance",

@@ -16,6 +16,8 @@ from flax import nnx
 from jax import lax
 
 from specpilot_jax import loading
+from specpilot_jax.decoding import draft
+from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
@@ -36,16 +38,17 @@ class Pair:
   autoregressive: Engine
 
   @classmethod
-  def load(cls, name: str, dtype: str, room: int) -> "Pair":
-    """A model by name, with its own DFlash drafter.
+  def load(cls, name: str, kind: str, dtype: str, room: int) -> "Pair":
+    """A model by name, with a drafter of its own.
 
     Args:
       name: as `loading.load_target` takes it.
+      kind: of the drafter, one of `learned.KINDS`.
       dtype: of weights and activations.
       room: prompt plus output tokens at most.
     """
     target = loading.load_target(name, dtype).target
-    drafter = loading.make_drafter("dflash", target)
+    drafter = loading.make_drafter(kind, target)
     assert drafter is not None
 
     def engine(drafter: Drafter | None) -> Engine:
@@ -103,6 +106,7 @@ def force(
   longest = max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
   room = -(-longest // 64) * 64
   count = max(map(len, outputs))
+  greedy = sampling_lib.Sampling.of(SamplingParams(), jnp.float32)
 
   @jax.jit
   def run(state, params, tokens, length, first):
@@ -119,8 +123,16 @@ def force(
 
     def accepted(anchor):
       lattice = drafter.draft(params, context, tokens[anchor], anchor)
+      drafts = draft.chain(
+        lattice,
+        valid_vocab=pair.target.config.valid_vocab,
+        limit=jnp.int32(drafter.num_slots),
+        sampling=greedy,
+        position=anchor,
+        sample=False,
+      )
       at = anchor + 1 + jnp.arange(drafter.num_slots)
-      right = lattice.tokens[:, 0] == tokens[jnp.minimum(at, room - 1)]
+      right = drafts.tokens == tokens[jnp.minimum(at, room - 1)]
       return jnp.cumprod(right & (at < length)).sum()
 
     anchors = first + jnp.arange(count, dtype=jnp.int32)
@@ -217,21 +229,27 @@ class InFloat64:
 
 
 def in_float64(
-  name: str, prompts: Sequence[Sequence[int]], tokens: int, *, decodes: bool
+  name: str,
+  kind: str,
+  prompts: Sequence[Sequence[int]],
+  tokens: int,
+  *,
+  decodes: bool,
 ) -> InFloat64:
   """Needs `jax_enable_x64`.
 
   Args:
     name: of the widened model.
+    kind: of the drafter.
     prompts: token ids.
     tokens: output tokens per prompt.
     decodes: decode with the wide target too, and not only along the outputs.
   """
   room = max(map(len, prompts)) + tokens
-  zoo = Pair.load("zoo", "float64", room)
+  zoo = Pair.load("zoo", kind, "float64", room)
   outputs = decode(zoo.autoregressive, prompts, tokens)
   small = force(zoo, prompts, outputs)
-  pair = Pair.load(name, "float64", room)
+  pair = Pair.load(name, kind, "float64", room)
   wide = force(pair, prompts, outputs)
   decoded = None
   if decodes:
@@ -269,6 +287,7 @@ class InBfloat16:
 
 def in_bfloat16(
   name: str,
+  kind: str,
   prompts: Sequence[Sequence[int]],
   outputs: Sequence[Sequence[int]],
 ) -> InBfloat16:
@@ -276,15 +295,16 @@ def in_bfloat16(
 
   Args:
     name: of the widened model.
+    kind: of the drafter.
     prompts, outputs: the text; outputs are of one length.
   """
   tokens = len(outputs[0])
   room = max(map(len, prompts)) + tokens
-  zoo = Pair.load("zoo", "bfloat16", room)
+  zoo = Pair.load("zoo", kind, "bfloat16", room)
   small = force(zoo, prompts, outputs)
   control = decode(zoo.autoregressive, prompts, tokens)
   control_gaps = gaps(zoo.autoregressive, prompts, control)
-  pair = Pair.load(name, "bfloat16", room)
+  pair = Pair.load(name, kind, "bfloat16", room)
   wide = force(pair, prompts, outputs)
   own = decode(pair.stock, prompts, tokens)
   return InBfloat16(

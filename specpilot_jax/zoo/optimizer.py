@@ -38,19 +38,31 @@ _TABLES = {
 """Parts of names of what has an axis of tokens or taps."""
 
 
+def _names(path) -> set[Any]:
+  return {getattr(p, "key", getattr(p, "name", p)) for p in path}
+
+
 def _matrices(params: Any) -> Any:
   """Which parameters are matrices between hidden spaces."""
 
   def leaf(path, x):
-    names = {getattr(p, "key", getattr(p, "name", p)) for p in path}
-    hidden = x.ndim == 2 and not _TABLES & names
+    hidden = x.ndim == 2 and not _TABLES & _names(path)
     return optax.contrib.MuonDimensionNumbers() if hidden else None
 
   return jax.tree_util.tree_map_with_path(leaf, params)
 
 
+def _decayed(params: Any) -> Any:
+  """All but vectors, and kernels whose rest is the identity."""
+
+  def leaf(path, x):
+    return x.ndim > 1 and "base_kernel" not in _names(path)
+
+  return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
-  """AdamW or Muon before its learning rate; vectors are not decayed."""
+  """AdamW or Muon before its learning rate; `_decayed` says what decays."""
   rule = optax.scale_by_adam(b1=0.9, b2=0.95)
   if schedule.muon:
     rule = optax.chain(
@@ -67,7 +79,7 @@ def optimizer(schedule: Schedule) -> optax.GradientTransformation:
     rule,
     optax.add_decayed_weights(
       schedule.weight_decay,
-      mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+      mask=_decayed,
     ),
   )
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from flax import nnx
 
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.w12_array import W12Array
@@ -19,7 +20,12 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry, w12
 from specpilot_jax.models import assembly
 from specpilot_jax.models import target as target_lib
+from specpilot_jax.models.drafters import learned
+from specpilot_jax.models.drafters.config import DFlash2Config, DSparkConfig
+from specpilot_jax.models.drafters.dflash import DFlashDrafter
+from tests.checkpoints.test_widen import small_drafter
 from tests.decoding import kit
+from tests.zoo.test_training import drafter_config
 
 PACKED = SystemConfig(weights="w12")
 PROMPT = "import numpy as np\n\ndef mean(values):\n"
@@ -100,6 +106,61 @@ class ModelTest(parameterized.TestCase):
     decoded = target_lib.parameters(packed_target)
     for name, leaf in target_lib.parameters(target).items():
       np.testing.assert_array_equal(decoded[name].astype(leaf.dtype), leaf)
+
+  @parameterized.parameters(DFlash2Config, DSparkConfig)
+  def test_drafters_with_tables(self, made):
+    """Tables of which rows are gathered alone stay as they are."""
+    config = kit.hybrid()
+    target = target_lib.build(config, bfloat16_values(config), "float32")
+    shape = drafter_config(config, made)
+    arrays = {
+      name: array.astype(jnp.bfloat16).astype(jnp.float32)
+      for name, array in assembly.parameters(
+        small_drafter(jnp.float32, shape)
+      ).items()
+    }
+    plain = learned.drafter(
+      assembly.assemble(
+        shape.name,
+        lambda: learned.module(shape, jnp.float32, nnx.Rngs(0)),
+        arrays,
+      ),
+      target,
+    )
+    packed = registry.prepare(PACKED, target, plain)[1]
+    assert isinstance(packed, DFlashDrafter)
+    self.assertIs(type(packed), type(plain))
+    self.assertEqual(packed.candidates, plain.candidates)
+    kept = {
+      name
+      for name, leaf in assembly.leaves(packed.model()).items()
+      if not isinstance(leaf, W12Array) and leaf.ndim > 1
+    }
+    tables = {
+      DFlash2Config: {
+        f"candidate_selector.{which}_codebook"
+        for which in ("predecessor", "successor")
+      }
+      | {
+        f"layers.{i}.{conv}.base_kernel"
+        for i in range(2)
+        for conv in ("attention_conv", "mlp_conv")
+      },
+      DSparkConfig: {"markov_head.markov_w1"},
+    }
+    self.assertEqual(kept, tables[made])
+
+    def lattice(drafter):
+      context = drafter.init_context(16)
+      draft = jax.jit(drafter.draft)
+      return draft(drafter.params, context, jnp.int32(3), jnp.int32(0))
+
+    for a, b in zip(
+      jax.tree.leaves(lattice(plain)),
+      jax.tree.leaves(lattice(packed)),
+      strict=True,
+    ):
+      np.testing.assert_allclose(a, b, rtol=1e-5)
 
   def test_kernels_interpreted(self):
     """The kernel in every product; without a draft a pass has one row."""

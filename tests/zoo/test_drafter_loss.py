@@ -214,31 +214,31 @@ class RecipeTest(parameterized.TestCase):
       shape = recipes.DFLASH.shape()
       self.assertEqual({**config.shape(), **shape}, config.shape())
 
-  def test_muon_takes_no_table_of_tokens(self):
-    for made, tables in (
-      (
-        DFlash2Config,
-        {"predecessor_codebook", "successor_codebook"},
-      ),
-      (DSparkConfig, {"markov_w1", "markov_w2"}),
-    ):
-      config = drafter_config(CONFIG, made)
-      _, state = nnx.split(
-        nnx.eval_shape(
-          lambda c=config: learned.module(c, jnp.float32, nnx.Rngs(0))
-        )
-      )
-      chosen = {
-        path
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-          optimizer._matrices(state), is_leaf=lambda x: x is None
-        )
-        if leaf is not None
+  @parameterized.parameters(DFlash2Config, DSparkConfig)
+  def test_what_muon_takes_and_what_decays(self, made):
+    config = drafter_config(CONFIG, made)
+    _, state = nnx.split(
+      nnx.eval_shape(lambda: learned.module(config, jnp.float32, nnx.Rngs(0)))
+    )
+
+    def chosen(tree):
+      return {
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if leaf is not None and leaf is not False
       }
-      text = " ".join(map(jax.tree_util.keystr, chosen))
-      for table in tables:
-        self.assertNotIn(table, text)
-      self.assertIn("fc", text)
+
+    muon = " ".join(chosen(optimizer._matrices(state)))
+    decayed = " ".join(chosen(optimizer._decayed(state)))
+    for name in ("codebook", "markov_w", "norm", "base_kernel"):
+      self.assertNotIn(name, muon)
+    self.assertNotIn("base_kernel", decayed)
+    self.assertNotIn("norm", decayed)
+    own = "codebook" if made is DFlash2Config else "markov_w"
+    self.assertIn(own, decayed)
+    for found in (muon, decayed):
+      self.assertIn("fc", found)
+      self.assertIn("q_proj", found)
 
 
 if __name__ == "__main__":
