@@ -18,6 +18,15 @@ from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.policy import Policy
 from specpilot_jax.errors import SpecPilotError
 
+LIMITED = "best_first_limited"
+"""The best-first tree at the depth that serves each budget best: few nodes are
+spent on the first slots, where they are likely, and not on a long chain."""
+
+POLICIES = (*configs.TREES, LIMITED)
+
+DEPTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
+"""Limits of depth that are tried, beside none."""
+
 GIVEN = "given"
 """Pass times that the caller knows, not this run."""
 
@@ -61,8 +70,9 @@ def curves(
     stock_nodes: of stock's chain, a budget beside those of `replay.BUDGETS`.
 
   Returns:
-    Per policy of `configs.TREES`, rising in `nodes`: `nodes`, `rows` of the
-    pass, `tau` and `tau_per_request`. A chain is no longer than the slots.
+    Per policy of `POLICIES`, rising in `nodes`: `nodes`, `rows` of the pass,
+    `depth` of a limited tree, `tau` and `tau_per_request`. A chain is no longer
+    than the slots. The depth is chosen on these recordings.
   """
   slots = recordings[0].num_slots
   budgets = sorted({stock_nodes, *replay.BUDGETS})
@@ -82,12 +92,36 @@ def curves(
       {
         "nodes": n,
         "rows": policies[n][0].rows,
+        "depth": None,
         "tau": swept[n].tau,
         "tau_per_request": swept[n].tau_per_request,
       }
       for n in fitting
     ]
+  out[LIMITED] = _limited(recordings, out[configs.BEST_FIRST])
   return out
+
+
+def _limited(
+  recordings: Sequence[Recording], unlimited: Sequence[Entry]
+) -> list[Entry]:
+  """The best depth of each budget; the deepest of equal ones."""
+  budgets = [entry["nodes"] for entry in unlimited]
+  best = [dict(entry) for entry in unlimited]
+  for depth in sorted(DEPTHS, reverse=True):
+    if depth >= recordings[0].num_slots:
+      continue
+    widest = replay.BestFirst(budgets[-1], depth=depth)
+    swept = replay.sweep(recordings, widest, budgets)
+    for entry in best:
+      found = swept[entry["nodes"]]
+      if found.tau > entry["tau"]:
+        entry |= {
+          "depth": depth,
+          "tau": found.tau,
+          "tau_per_request": found.tau_per_request,
+        }
+  return best
 
 
 def parse_times(text: str) -> dict[int, float]:
@@ -148,7 +182,7 @@ def add_speeds(
     stock_nodes: of stock's chain.
 
   Returns:
-    By source: `us` by rows, `best` (policy, nodes, tau, tok_s) and
+    By source: `us` by rows, `best` (policy, nodes, depth, tau, tok_s) and
     `over_stock`, its speed over that of stock's chain; None where the times
     say nothing.
   """
@@ -167,6 +201,7 @@ def add_speeds(
           {
             "policy": tree,
             "nodes": entry["nodes"],
+            "depth": entry["depth"],
             "tau": entry["tau"],
             "tok_s": speed,
           }
@@ -179,7 +214,7 @@ def add_speeds(
       key=lambda e: (
         e["tok_s"],
         -e["nodes"],
-        -configs.TREES.index(e["policy"]),
+        -POLICIES.index(e["policy"]),
       ),
       default=None,
     )
@@ -198,7 +233,9 @@ def describe(source: str, found: Mapping[str, Any]) -> str:
     return f"best budget, pass times {source}: none has a known pass time"
   over = found["over_stock"]
   beside = "" if over is None else f", {over:.3f} times stock's"
+  tree = configs.BEST_FIRST if best["policy"] == LIMITED else best["policy"]
+  depth = "" if best["depth"] is None else f", {best['depth']} deep"
   return (
-    f"best budget, pass times {source}: {best['policy']} of {best['nodes']}"
-    f" nodes, tau {best['tau']:.3f}, {best['tok_s']:.1f} tok/s replayed{beside}"
+    f"best budget, pass times {source}: {tree} of {best['nodes']} nodes{depth},"
+    f" tau {best['tau']:.3f}, {best['tok_s']:.1f} tok/s replayed{beside}"
   )

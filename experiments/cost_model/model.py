@@ -200,7 +200,10 @@ def _compute(profile, records, recordings, real, given_us) -> dict[str, Any]:
   replayed["of_loops"] = all(r.looped for r in recordings)
   replayed["real_runs"] = [run for run in runs if run is not None]
   policies = replayed["policies"]
-  best = max(policies[configs.BEST_FIRST], key=lambda b: b["tau_per_floor_ms"])
+  best = max(
+    itertools.chain(policies[configs.BEST_FIRST], policies[budgets.LIMITED]),
+    key=lambda b: b["tau_per_floor_ms"],
+  )
   times = budgets.measured_times(
     [
       {

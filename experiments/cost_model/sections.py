@@ -13,7 +13,8 @@ from specpilot_jax import configs
 
 _DEFINITIONS = (
   "ceiling = tau factor x kernel factor x overhead factor. Tau factor: the"
-  " best-first tree at its best node budget (most tokens per floor time), over"
+  " best-first tree at its best budget and depth (most tokens per floor time),"
+  " over"
   " stock's chain; both replayed on the lattices along stock's recorded outputs"
   " that did not loop. Kernel factor: profiled step time, the union of kernel"
   " intervals, over the sum of the classes' floors in a step of that tree."
@@ -207,6 +208,7 @@ _POLICIES = {
   configs.CHAIN: "chain",
   configs.BEST_FIRST: "best-first tree",
   configs.MARGINAL: "tree blind to parents",
+  budgets.LIMITED: "best-first tree, limited depth",
 }
 
 
@@ -216,7 +218,7 @@ def _replay(model) -> list[Block]:
   nodes = stock["drafts"] + 1
   rows = [
     (
-      f"{_POLICIES[tree]} of {b['nodes']} nodes"
+      _name(tree, b)
       + (" (stock)" if (tree, b["nodes"]) == (configs.CHAIN, nodes) else ""),
       number(b["tau"], 3),
       number(b["tau_per_request"], 3),
@@ -227,6 +229,8 @@ def _replay(model) -> list[Block]:
     )
     for tree, entries in policies.items()
     for b in entries
+    # A depth that limits nothing is in the table already.
+    if tree != budgets.LIMITED or b["depth"] is not None
   ]
   out: list[Block] = [
     Text(
@@ -278,6 +282,12 @@ def _replay(model) -> list[Block]:
         )
       )
   return out
+
+
+def _name(tree: str, entry) -> str:
+  name = _POLICIES[configs.BEST_FIRST if tree == budgets.LIMITED else tree]
+  depth = "" if entry["depth"] is None else f", {entry['depth']} deep"
+  return f"{name} of {entry['nodes']} nodes{depth}"
 
 
 def _real_points(r, field: str, weights: str | None = None):

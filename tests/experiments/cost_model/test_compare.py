@@ -117,7 +117,7 @@ def test_trees_are_followed(run):
   assert by_nodes["best_first", 8] == pytest.approx(1e4)
   assert by_nodes["best_first", 32] is None  # Beyond what was measured.
   assert times["best"] == {
-    "policy": "best_first", "nodes": 8, "tau": 2.0,
+    "policy": "best_first", "nodes": 8, "depth": None, "tau": 2.0,
     "tok_s": pytest.approx(1e4),
   }  # fmt: skip
   assert times["over_stock"] == pytest.approx(9 / 8)
