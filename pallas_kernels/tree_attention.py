@@ -115,6 +115,16 @@ class Tile:
   num_warps: int
   num_stages: int = 2
 
+  @property
+  def in_flight(self) -> int:
+    """Blocks in shared memory: one more where products read them there."""
+    return self.num_stages - (self.rows < 64)
+
+  @property
+  def nodes(self) -> int:
+    """Nodes that are read at a time at most: as much as blocks in flight."""
+    return 1 << ((self.in_flight * self.block).bit_length() - 1)
+
 
 # By query rows of a key head at most. On an H200 (24 heads of 256): one node at
 # 1,024 rows 7.4 us with 64 programs and 8.2 with 128, both with the merge;
@@ -137,13 +147,11 @@ def _power_of_two(n: int) -> int:
 def shared_bytes(tile: Tile, dim: int, itemsize: int) -> int:
   """Shared memory that Triton takes for a tile at most: 192 kB for 128 x 64.
 
-  Queries, the blocks of keys and values in flight, and the weights; a block
-  more where products read shared memory, and a little to reduce over.
+  Queries, the blocks of keys and values in flight, the weights, and a little
+  to reduce over.
   """
-  in_flight = tile.num_stages - (tile.rows < 64)
-  numbers = (
-    tile.rows * dim + in_flight * 2 * tile.block * dim + tile.rows * tile.block
-  )
+  blocks = tile.in_flight * 2 * tile.block * dim
+  numbers = tile.rows * dim + blocks + tile.rows * tile.block
   return itemsize * numbers + 1024
 
 
@@ -219,53 +227,50 @@ def _program(
     jnp.dot, precision=precision, preferred_element_type=jnp.float32
   )
 
-  def scores_of(q, keys, visible):
-    return jnp.where(visible, dot(q, keys.T) * (scale * _LOG2_E), _MASKED)
+  def add(carry, keys, values, visible):
+    top, total, out = carry
+    scores = dot(q, keys.T) * (scale * _LOG2_E)
+    scores = jnp.where(visible, scores, _MASKED)
+    higher = jnp.maximum(top, scores.max(axis=1))
+    shrink = jnp.exp2(top - higher)
+    weights = jnp.exp2(scores - higher[:, None])
+    if columns < n:  # a row that has seen nothing: its top is a masked score
+      weights = jnp.where(visible, weights, 0.0)
+    out = out * shrink[:, None] + dot(weights.astype(values.dtype), values)
+    return higher, total * shrink + weights.sum(axis=1), out
 
-  def of_nodes(q):
-    other = lax.iota(jnp.int32, columns)
-    inside = other < n
-    other = jnp.minimum(other, n - 1)
-    seen = mask_ref[node[:, None], other[None, :]]
-    keys, values = (
-      ref[other * kv_heads + kv_head, :] for ref in (k_nodes_ref, v_nodes_ref)
-    )
-    scores = scores_of(q, keys, (seen != 0) & inside[None, :])
-    top = scores.max(axis=1)  # of a real score: a node sees itself
-    weights = jnp.exp2(scores - top[:, None])
-    return top, weights.sum(axis=1), dot(weights.astype(values.dtype), values)
+  def add_nodes(carry):
+    for at in range(0, _power_of_two(n), columns):
+      other = at + lax.iota(jnp.int32, columns)
+      inside = other < n
+      other = jnp.minimum(other, n - 1)
+      seen = mask_ref[node[:, None], other[None, :]]
+      keys, values = (
+        ref[other * kv_heads + kv_head, :] for ref in (k_nodes_ref, v_nodes_ref)
+      )
+      carry = add(carry, keys, values, (seen != 0) & inside[None, :])
+    return carry
 
-  def of_nothing(q):
-    del q
-    return (
-      jnp.full((rows,), _MASKED, jnp.float32),
-      jnp.zeros((rows,), jnp.float32),
-      jnp.zeros((rows, dim), jnp.float32),
-    )
+  def add_block(i, carry):
+    index = first + (i - NODE_STEPS) * block + lax.iota(jnp.int32, block)
+    inside = index < length  # one at least
+    index = jnp.minimum(index, capacity - 1)
+    return add(carry, k_ref[index, :], v_ref[index, :], inside[None, :])
 
   q = q_ref[(node * kv_heads + kv_head) * group + row % group, :]  # [rows, D]
 
   @pl.when(begin < steps)
   def _():
-    def body(i, carry):
-      top, total, out = carry
-      index = first + (i - NODE_STEPS) * block + lax.iota(jnp.int32, block)
-      inside = index < length
-      index = jnp.minimum(index, capacity - 1)
-      keys, values = k_ref[index, :], v_ref[index, :]
-      # Of every block at least one row is inside: no maximum is a masked score.
-      scores = scores_of(q, keys, inside[None, :])
-      higher = jnp.maximum(top, scores.max(axis=1))
-      shrink = jnp.exp2(top - higher)
-      weights = jnp.exp2(scores - higher[:, None])
-      out = out * shrink[:, None] + dot(weights.astype(values.dtype), values)
-      return higher, total * shrink + weights.sum(axis=1), out
-
-    start = lax.cond(part == 0, of_nodes, of_nothing, q)
+    nothing = (
+      jnp.full((rows,), _MASKED, jnp.float32),
+      jnp.zeros((rows,), jnp.float32),
+      jnp.zeros((rows, dim), jnp.float32),
+    )
+    start = lax.cond(part == 0, add_nodes, lambda carry: carry, nothing)
     top, total, out = lax.fori_loop(
       jnp.maximum(begin, NODE_STEPS),
       jnp.minimum(begin + share, steps),
-      body,
+      add_block,
       start,
     )
     top_ref[...], total_ref[...] = top, total
@@ -360,7 +365,7 @@ def _tree_attention_kernel(
     functools.partial(
       _program,
       rows=tile.rows,
-      columns=_power_of_two(n),
+      columns=min(_power_of_two(n), tile.nodes),
       group=group,
       scale=scale,
       precision=None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,

@@ -157,6 +157,24 @@ class AttentionKernelTest(parameterized.TestCase):
         self.check(arrays, length, mask, first, jnp.float32, 3e-6)
     jax.clear_caches()
 
+  def test_nodes_in_several_blocks(self):
+    """Where they do not fit at once; a row may see nothing of the first."""
+    rng = np.random.default_rng(0)
+    arrays = arguments(rng, 40, 1, 3, 100)
+    tile = tree_attention.Tile(rows=16, block=16, programs=8, num_warps=4)
+    self.assertEqual(tile.nodes, 16)
+    with mock.patch.object(tree_attention, "tile_for", return_value=tile):
+      jax.clear_caches()
+      for parents in (
+        [-1, *[0] * 39],
+        trees.random_parents(rng, 40),
+        [-1] * 40,  # each its own root
+      ):
+        mask = jnp.asarray(trees.mask_of(parents))
+        for length in (0, 90):
+          self.check(arrays, length, mask, 0, jnp.float32, 3e-6)
+    jax.clear_caches()
+
   def test_float64_is_refused(self):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
