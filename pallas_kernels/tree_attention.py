@@ -5,7 +5,9 @@ committed length, and [nodes, nodes], masked to ancestors-or-self. No mask has
 the length of the context.
 """
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,14 @@ from pallas_kernels import dispatch
 
 _MASKED = -1e30
 """Score of an invisible position: finite, so that no row turns into NaN."""
+
+_LOG2_E = math.log2(math.e)
+
+MERGED_ROWS = 4
+"""Query rows of a program that merges parts, at most."""
+
+PARTS_AT_ONCE = 16
+"""Parts that it asks for together."""
 
 
 def tree_attention(
@@ -87,43 +97,95 @@ def tree_attention(
   return out.reshape(n, heads, dim).astype(q.dtype)
 
 
-BLOCK = 64
-"""Rows of the prefix that a program reads at a time, at most."""
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How the kernel is cut.
 
-PROGRAMS = 64
-"""The prefix is cut so that so many run. On an H200, 24 heads of 256 over 1,024
-rows: 7.4 us with one node and 12.9 with 16; with twice as many 8.2 and 15.3."""
+  Attributes:
+    rows: query rows (nodes x heads of a group) of a program at most.
+    block: rows of the prefix that it reads at a time at most.
+    programs: the prefix is cut so that no more run.
+    num_warps: per program.
+    num_stages: blocks that are asked for before they are used, and one.
+  """
+
+  rows: int
+  block: int
+  programs: int
+  num_warps: int
+  num_stages: int = 2
+
+  @property
+  def in_flight(self) -> int:
+    """Blocks in shared memory: one more where products read them there."""
+    return self.num_stages - (self.rows < 64)
+
+  @property
+  def nodes(self) -> int:
+    """Nodes that are read at a time at most: as much as blocks in flight."""
+    return 1 << ((self.in_flight * self.block).bit_length() - 1)
 
 
-ROWS = 128
-"""Query rows (nodes x heads of a group) of a program at most."""
+# By query rows of a key head at most. On an H200 (24 heads of 256): one node at
+# 1,024 rows 7.4 us with 64 programs and 8.2 with 128, both with the merge;
+# without it 16 nodes 8.1 (64 query rows 7.4, 128 9.9) and 64 nodes at
+# 1,024, 4,096 and 16,384 rows: 14.0, 27.2 and 80.3 us with blocks of 32 and
+# three stages, 14.5, 27.6 and 84.1 with 64 and two, 13.4, 30.9 and 108 with 64
+# query rows.
+TILES = {
+  16: Tile(rows=16, block=64, programs=64, num_warps=4),
+  128: Tile(rows=32, block=64, programs=132, num_warps=4),
+  192: Tile(rows=64, block=64, programs=132, num_warps=4),
+}
+MANY_ROWS = Tile(rows=128, block=32, programs=132, num_warps=8, num_stages=3)
 
 
 def _power_of_two(n: int) -> int:
   return max(16, 1 << (n - 1).bit_length())
 
 
-def tile(rows: int, dim: int, itemsize: int, memory: int) -> tuple[int, int]:
-  """Query rows, and rows of the prefix at a time, that fit a program.
+def shared_bytes(tile: Tile, dim: int, itemsize: int) -> int:
+  """Shared memory that Triton takes for a tile at most: 192 kB for 128 x 64.
 
-  Triton keeps the queries, keys and values of one block, and the weights in
-  shared memory: 144 kB for 128 x 64 rows of 256 bfloat16 numbers.
+  Queries, the blocks of keys and values in flight, the weights, and a little
+  to reduce over.
+  """
+  blocks = tile.in_flight * 2 * tile.block * dim
+  numbers = tile.rows * dim + blocks + tile.rows * tile.block
+  return itemsize * numbers + 1024
+
+
+def tile_for(rows: int, dim: int, itemsize: int, memory: int) -> Tile:
+  """The tile for so many query rows, cut to what fits a program.
 
   Args:
-    rows: query rows, a power of two.
+    rows: query rows of a key head.
     dim: of a head.
     itemsize: bytes of a number.
     memory: shared memory of a program in bytes.
   """
-  rows, block = min(rows, ROWS), BLOCK
-  while max(rows, block) > 16 and memory < itemsize * (
-    rows * dim + 2 * block * dim + rows * block
-  ):
-    if rows > block:
-      rows //= 2
+  tile = next((t for most, t in TILES.items() if rows <= most), MANY_ROWS)
+  while memory < shared_bytes(tile, dim, itemsize):
+    if tile.num_stages > 2:
+      tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
+    elif tile.rows > tile.block:
+      tile = dataclasses.replace(tile, rows=tile.rows // 2)
+    elif tile.block > 16:
+      tile = dataclasses.replace(tile, block=tile.block // 2)
     else:
-      block //= 2
-  return rows, block
+      break
+  return tile
+
+
+NODE_STEPS = 2
+"""Blocks of the prefix that the nodes take as long as: loads wait for loads."""
+
+
+def _shares(bounds_ref, *, splits, block):
+  """Steps of a pass and of a part: the nodes first, then prefix blocks."""
+  first, length = bounds_ref[0], bounds_ref[1]
+  steps = NODE_STEPS + pl.cdiv(jnp.maximum(length - first, 0), block)
+  return steps, jnp.maximum(NODE_STEPS, pl.cdiv(steps, splits))
 
 
 def _program(
@@ -146,86 +208,121 @@ def _program(
   block,
   precision,
 ):
-  """One key head, some query rows; one part of the prefix, or the nodes.
+  """One key head, some query rows; one part of the nodes and the prefix.
 
-  Query rows are pairs (node, head of the group). Leaves sum exp(score - top) v,
-  top and sum exp(score - top) of its part.
+  Query rows are pairs (node, head of the group). Leaves sum 2^(score - top) v,
+  top and sum 2^(score - top) of its part, scores times log2(e). Parts without
+  a step leave nothing.
   """
   kv_head, part = pl.program_id(0), pl.program_id(2)
   kv_heads, n = pl.num_programs(0), mask_ref.shape[0]
   first, length = bounds_ref[0], bounds_ref[1]
+  steps, share = _shares(bounds_ref, splits=splits, block=block)
+  begin = part * share
   row = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
   # Rows behind the last are computed as if they were its own, and never read.
   node = jnp.minimum(row // group, n - 1)
-  q = q_ref[(node * kv_heads + kv_head) * group + row % group, :]  # [rows, D]
-  dim = q.shape[1]
-  capacity = k_ref.shape[0]
+  dim, capacity = q_ref.shape[1], k_ref.shape[0]
   dot = functools.partial(
     jnp.dot, precision=precision, preferred_element_type=jnp.float32
   )
 
-  def scores_of(keys, visible):
-    return jnp.where(visible, dot(q, keys.T) * scale, _MASKED)
+  def add(carry, keys, values, visible):
+    top, total, out = carry
+    scores = dot(q, keys.T) * (scale * _LOG2_E)
+    scores = jnp.where(visible, scores, _MASKED)
+    higher = jnp.maximum(top, scores.max(axis=1))
+    shrink = jnp.exp2(top - higher)
+    weights = jnp.exp2(scores - higher[:, None])
+    if columns < n:  # a row that has seen nothing: its top is a masked score
+      weights = jnp.where(visible, weights, 0.0)
+    out = out * shrink[:, None] + dot(weights.astype(values.dtype), values)
+    return higher, total * shrink + weights.sum(axis=1), out
 
-  def weigh(scores, visible, top):
-    # Where a row sees nothing at all, its top is that of a masked score.
-    return jnp.where(visible, jnp.exp(scores - top[:, None]), 0.0)
+  def add_nodes(carry):
+    for at in range(0, _power_of_two(n), columns):
+      other = at + lax.iota(jnp.int32, columns)
+      inside = other < n
+      other = jnp.minimum(other, n - 1)
+      seen = mask_ref[node[:, None], other[None, :]]
+      keys, values = (
+        ref[other * kv_heads + kv_head, :] for ref in (k_nodes_ref, v_nodes_ref)
+      )
+      carry = add(carry, keys, values, (seen != 0) & inside[None, :])
+    return carry
 
-  @pl.when(part < splits)
+  def add_block(i, carry):
+    index = first + (i - NODE_STEPS) * block + lax.iota(jnp.int32, block)
+    inside = index < length  # one at least
+    index = jnp.minimum(index, capacity - 1)
+    return add(carry, k_ref[index, :], v_ref[index, :], inside[None, :])
+
+  q = q_ref[(node * kv_heads + kv_head) * group + row % group, :]  # [rows, D]
+
+  @pl.when(begin < steps)
   def _():
-    blocks = pl.cdiv(jnp.maximum(length - first, 0), block * splits)
-    begin = first + part * blocks * block
-
-    def body(i, carry):
-      top, total, out = carry
-      index = begin + i * block + lax.iota(jnp.int32, block)
-      inside = index < length
-      index = jnp.minimum(index, capacity - 1)
-      keys, values = k_ref[index, :], v_ref[index, :]
-      visible = jnp.broadcast_to(inside[None, :], (rows, block))
-      scores = scores_of(keys, visible)
-      higher = jnp.maximum(top, scores.max(axis=1))
-      shrink = jnp.exp(top - higher)
-      weights = weigh(scores, visible, higher)
-      out = out * shrink[:, None] + dot(weights.astype(values.dtype), values)
-      return higher, total * shrink + weights.sum(axis=1), out
-
-    start = (
+    nothing = (
       jnp.full((rows,), _MASKED, jnp.float32),
       jnp.zeros((rows,), jnp.float32),
       jnp.zeros((rows, dim), jnp.float32),
     )
-    top, total, out = lax.fori_loop(0, blocks, body, start)
-    top_ref[...], total_ref[...], out_ref[...] = top, total, out
-
-  @pl.when(part == splits)
-  def _():
-    other = lax.iota(jnp.int32, columns)
-    inside = other < n
-    other = jnp.minimum(other, n - 1)
-    visible = (mask_ref[node[:, None], other[None, :]] != 0) & inside[None, :]
-    keys, values = (
-      ref[other * kv_heads + kv_head, :] for ref in (k_nodes_ref, v_nodes_ref)
+    start = lax.cond(part == 0, add_nodes, lambda carry: carry, nothing)
+    top, total, out = lax.fori_loop(
+      jnp.maximum(begin, NODE_STEPS),
+      jnp.minimum(begin + share, steps),
+      add_block,
+      start,
     )
-    scores = scores_of(keys, visible)
-    top = scores.max(axis=1)
-    weights = weigh(scores, visible, top)
-    top_ref[...], total_ref[...] = top, weights.sum(axis=1)
-    out_ref[...] = dot(weights.astype(values.dtype), values)
+    top_ref[...], total_ref[...] = top, total
+    out_ref[...] = (out * (1 / total)[:, None]).astype(out_ref.dtype)
 
 
-def _combine(out_ref, top_ref, total_ref, merged_ref, *, padded):
-  """One head of one node: the parts of its softmax."""
-  parts = out_ref.shape[0]
-  part = lax.iota(jnp.int32, padded)
-  inside = part < parts
-  part = jnp.minimum(part, parts - 1)
-  top = top_ref[part]
-  weight = jnp.where(inside, jnp.exp(top - top.max()), 0.0)
-  out = (out_ref[part, :] * weight[:, None]).sum(axis=0)
-  merged_ref[...] = (out / (total_ref[part] * weight).sum()).astype(
-    merged_ref.dtype
+def _combine(
+  out_ref,
+  top_ref,
+  total_ref,
+  bounds_ref,
+  merged_ref,
+  *,
+  rows,
+  group,
+  splits,
+  block,
+):
+  """Some query rows of a key head: the parts of their softmax."""
+  kv_head, kv_heads = pl.program_id(0), pl.num_programs(0)
+  steps, share = _shares(bounds_ref, splits=splits, block=block)
+  last = pl.cdiv(steps, share) - 1  # of the parts that left something
+  parts = jnp.minimum(lax.iota(jnp.int32, _power_of_two(splits)), last)
+  own = lax.iota(jnp.int32, rows)
+  top = top_ref[parts[:, None], own[None, :]].max(axis=0)
+  batch = min(splits, PARTS_AT_ONCE)
+
+  def add(step, carry):
+    merged, total = carry
+    asked = []  # for all of them before any is used
+    for i in range(batch):
+      at = jnp.minimum(step * batch + i, last)
+      asked.append((top_ref[at, :], total_ref[at, :], out_ref[at, :, :]))
+    for i, (part_top, part_total, out) in enumerate(asked):
+      weight = jnp.exp2(part_top - top) * part_total
+      weight = jnp.where(step * batch + i <= last, weight, 0.0)
+      total += weight
+      merged += weight[:, None] * out.astype(jnp.float32)
+    return merged, total
+
+  carry = (
+    jnp.zeros((rows, out_ref.shape[2]), jnp.float32),
+    jnp.zeros((rows,), jnp.float32),
   )
+  if batch == splits:
+    merged, total = add(0, carry)
+  else:
+    merged, total = lax.fori_loop(0, pl.cdiv(last + 1, batch), add, carry)
+  row = pl.program_id(1) * rows + own
+  merged_ref[(row // group * kv_heads + kv_head) * group + row % group, :] = (
+    merged / total[:, None]
+  ).astype(merged_ref.dtype)
 
 
 def _tree_attention_kernel(
@@ -237,15 +334,15 @@ def _tree_attention_kernel(
   n, heads, dim = q.shape
   kv_heads, capacity, _ = k_prefix.shape
   group = heads // kv_heads
-  rows = _power_of_two(n * group)
-  tile_rows, block = tile(rows, dim, q.dtype.itemsize, dispatch.shared_memory())
-  splits = min(max(1, PROGRAMS // kv_heads), -(-capacity // block))
-
-  interpret = implementation == "interpret"
+  tile = tile_for(n * group, dim, q.dtype.itemsize, dispatch.shared_memory())
+  row_tiles = pl.cdiv(n * group, tile.rows)
+  most = 1 + -(-capacity // tile.block)
+  splits = max(1, min(tile.programs // (kv_heads * row_tiles), most))
   bounds = jnp.stack([jnp.asarray(first, jnp.int32), length.astype(jnp.int32)])
+  mask = mask.astype(jnp.int32)
 
   def whole(x):
-    return pl.BlockSpec(x.shape, lambda head, row, part: (0,) * x.ndim)
+    return pl.BlockSpec(x.shape, lambda *index: (0,) * x.ndim)
 
   def of_part(*shape):
     zeros = (0,) * (len(shape) - 1)
@@ -261,20 +358,20 @@ def _tree_attention_kernel(
   prefix = pl.BlockSpec(
     (None, capacity, dim), lambda head, row, part: (head, 0, 0)
   )
-  mask = mask.astype(jnp.int32)
-  parts = splits + 1
+  cut = {"splits": splits, "block": tile.block}
+  rows = row_tiles * tile.rows
+  interpret = implementation == "interpret"
   partial = pl.pallas_call(
     functools.partial(
       _program,
-      rows=tile_rows,
-      columns=_power_of_two(n),
+      rows=tile.rows,
+      columns=min(_power_of_two(n), tile.nodes),
       group=group,
       scale=scale,
-      splits=splits,
-      block=block,
       precision=None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
+      **cut,
     ),
-    grid=(kv_heads, rows // tile_rows, parts),
+    grid=(kv_heads, row_tiles, splits),
     in_specs=[
       *(whole(x) for x in small),
       prefix,
@@ -282,39 +379,37 @@ def _tree_attention_kernel(
       whole(bounds),
       whole(mask),
     ],
-    out_specs=[of_part(tile_rows, dim), of_part(tile_rows), of_part(tile_rows)],
+    out_specs=[of_part(tile.rows, dim), of_part(tile.rows), of_part(tile.rows)],
     out_shape=[
-      jax.ShapeDtypeStruct((kv_heads, parts, rows, *rest), jnp.float32)
-      for rest in ((dim,), (), ())
+      # Rounded as weights are: at 64 nodes they are more than the prefix.
+      jax.ShapeDtypeStruct((kv_heads, splits, rows, dim), q.dtype),
+      jax.ShapeDtypeStruct((kv_heads, splits, rows), jnp.float32),
+      jax.ShapeDtypeStruct((kv_heads, splits, rows), jnp.float32),
     ],
     compiler_params=pltriton.CompilerParams(
-      num_warps=4 if tile_rows <= 32 else 8, num_stages=2
+      num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
     interpret=interpret,
     name="tree_attention",
   )(*small, k_prefix, v_prefix, bounds, mask)
 
-  def of_row(*shape):
+  together = math.gcd(MERGED_ROWS, n * group)
+
+  def of_rows(*shape):
     zeros = (0,) * len(shape)
     return pl.BlockSpec(
-      (None, parts, None, *shape),
-      lambda node, head: (
-        head // group,
-        0,
-        node * group + head % group,
-        *zeros,
-      ),
+      (None, splits, together, *shape),
+      lambda head, row: (head, 0, row, *zeros),
     )
 
-  return pl.pallas_call(
-    functools.partial(_combine, padded=_power_of_two(parts)),
-    grid=(n, heads),
-    in_specs=[of_row(dim), of_row(), of_row()],
-    out_specs=pl.BlockSpec(
-      (None, None, dim), lambda node, head: (node, head, 0)
-    ),
-    out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+  merged = pl.pallas_call(
+    functools.partial(_combine, rows=together, group=group, **cut),
+    grid=(kv_heads, n * group // together),
+    in_specs=[of_rows(dim), of_rows(), of_rows(), whole(bounds)],
+    out_specs=whole(small[0]),
+    out_shape=jax.ShapeDtypeStruct(small[0].shape, q.dtype),
     compiler_params=pltriton.CompilerParams(num_warps=4),
     interpret=interpret,
     name="tree_attention_combine",
-  )(*partial)
+  )(*partial, bounds)
+  return merged.reshape(q.shape)

@@ -10,6 +10,7 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import dispatch, tree_attention
 from tests import trees
+from tests.decoding import kit
 from tests.pallas_kernels import lowering
 
 interpreted = jax.jit(
@@ -30,6 +31,10 @@ def arguments(rng, n, kv_heads, group, capacity, dim=16):
 
 
 class AttentionKernelTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(kit.quick_compilation())
+
   def check(self, arrays, length, mask, first, dtype, tolerance):
     rounded = [np.asarray(jnp.asarray(x, dtype), float) for x in arrays]
     with jax.enable_x64(True):
@@ -105,30 +110,69 @@ class AttentionKernelTest(parameterized.TestCase):
     self.assertIn("__gpu$xla.gpu.triton", text)
 
   @parameterized.product(
-    gpu=tuple(lowering.GPUS), rows=(16, 128, 512), dim=(64, 128, 256),
+    gpu=tuple(lowering.GPUS), rows=(16, 128, 192, 384), dim=(64, 128, 256),
     itemsize=(2, 4),
   )  # fmt: skip
   def test_tiles_fit_the_shared_memory(self, gpu, rows, dim, itemsize):
     with lowering.on(gpu):
       memory = dispatch.shared_memory()
     self.assertEqual(memory, 101376 if "RTX" in gpu else 232448)
-    found, block = tree_attention.tile(rows, dim, itemsize, memory)
-    # What the compiler asks for: 147,456 bytes for 128 x 64 of 256 bfloat16.
-    asked = itemsize * (found * dim + 2 * block * dim + found * block)
+    tile = tree_attention.tile_for(rows, dim, itemsize, memory)
+    asked = tree_attention.shared_bytes(tile, dim, itemsize)
     self.assertLessEqual(asked, memory)
-    self.assertEqual((rows % found, found % 16, block % 16), (0, 0, 0))
-    if itemsize == 2 and "RTX" not in gpu:
-      self.assertEqual((found, block), (min(rows, 128), 64))
+    self.assertEqual((tile.rows % 16, tile.block % 16), (0, 0))
+    if itemsize == 2 and "RTX" not in gpu:  # nothing is cut
+      uncut = tree_attention.TILES.get(rows, tree_attention.MANY_ROWS)
+      self.assertEqual(tile, uncut)
 
-  @parameterized.parameters((32, 64), (32, 32), (16, 16))
-  def test_small_tiles(self, rows, block):
+  def test_shared_memory_that_the_compiler_asks_for(self):
+    """As it was compiled for an H200, keys of 256 numbers."""
+    for tile, itemsize, asked in (
+      ((128, 64, 132, 8, 2), 2, 196608),
+      ((128, 32, 132, 8, 3), 2, 163840),
+      ((128, 32, 132, 8, 2), 2, 139264),
+      ((64, 64, 132, 4, 2), 2, 163840),
+      ((32, 64, 132, 4, 2), 2, 86016),
+      ((16, 64, 64, 4, 2), 2, 75776),
+      ((32, 32, 132, 4, 2), 4, 102528),
+      ((16, 64, 64, 4, 2), 4, 151616),
+    ):
+      found = tree_attention.shared_bytes(
+        tree_attention.Tile(*tile), 256, itemsize
+      )
+      self.assertBetween(found, asked, asked * 1.11)
+
+  @parameterized.parameters((32, 64, 64), (32, 32, 1), (16, 16, 500))
+  def test_small_tiles(self, rows, block, programs):
+    """One part, a few, and more than are merged at once."""
     rng = np.random.default_rng(0)
     arrays = arguments(rng, 16, 2, 6, 200)
     mask = jnp.asarray(trees.mask_of(trees.random_parents(rng, 16)))
-    with mock.patch.object(tree_attention, "tile", return_value=(rows, block)):
+    tile = tree_attention.Tile(
+      rows=rows, block=block, programs=programs, num_warps=4
+    )
+    with mock.patch.object(tree_attention, "tile_for", return_value=tile):
       jax.clear_caches()
       for length, first in ((0, 0), (150, 0), (199, 77), (64, 63)):
         self.check(arrays, length, mask, first, jnp.float32, 3e-6)
+    jax.clear_caches()
+
+  def test_nodes_in_several_blocks(self):
+    """Where they do not fit at once; a row may see nothing of the first."""
+    rng = np.random.default_rng(0)
+    arrays = arguments(rng, 40, 1, 3, 100)
+    tile = tree_attention.Tile(rows=16, block=16, programs=8, num_warps=4)
+    self.assertEqual(tile.nodes, 16)
+    with mock.patch.object(tree_attention, "tile_for", return_value=tile):
+      jax.clear_caches()
+      for parents in (
+        [-1, *[0] * 39],
+        trees.random_parents(rng, 40),
+        [-1] * 40,  # each its own root
+      ):
+        mask = jnp.asarray(trees.mask_of(parents))
+        for length in (0, 90):
+          self.check(arrays, length, mask, 0, jnp.float32, 3e-6)
     jax.clear_caches()
 
   def test_float64_is_refused(self):

@@ -130,7 +130,7 @@ class VerifyTest(parameterized.TestCase):
   def test_random_trees(self, size, dtype):
     """Any decay; children of a node in any order and at any distance."""
     rng = np.random.default_rng(0)
-    for i in range(TREES // 6):
+    for i in range(-(-TREES // 6)):
       given = arguments(rng, size, decay=10.0 ** rng.uniform(-4, 1))
       parents = chain(size) if i == 0 else trees.random_parents(rng, size)
       self.check(given, parents, dtype, node=int(rng.integers(size)))
