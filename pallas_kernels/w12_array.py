@@ -35,6 +35,9 @@ SCALE_OFFSET = 14
 """A decoded tile holds 2^(code - 15) for code; base + 14 is the exponent field
 of the float32 that makes it the weight."""
 
+MIN_ROOM = 1 << 10
+"""Entries that the lists of a model's matrix have room for, at least."""
+
 MIDPOINT = 8
 """Lower four bits of the mantissa in the view, which would be 4 % low without
 them. Code 0 gets them too, as a kernel ORs them into every code at once: it
@@ -121,9 +124,33 @@ def untile_plane(plane, lanes: int):
   return plane[:lanes]
 
 
+def list_room(entries: int) -> int:
+  """Places of lists in a model: few sizes, so that kernels are compiled once.
+
+  At most a quarter more than the entries, four sizes from one power of two to
+  the next, and no fewer than `MIN_ROOM`.
+  """
+  room = max(entries, MIN_ROOM)
+  step = 1 << max(0, room.bit_length() - 3)
+  return -(-room // step) * step
+
+
 def tile(w: W12Array) -> W12Array:
-  """The same matrix with planes tile by tile, as the kernel takes it."""
-  return w if w.tiled else _with_planes(w, tile_plane)
+  """The same matrix as the kernel takes it: planes tile by tile, lists filled.
+
+  Not for use inside a jit.
+  """
+  if w.tiled:
+    return w
+  behind = list_room(int(w.row_start[-1])) - w.columns.size
+  fill = (0, max(0, behind))
+  # Patterns, not numbers, are padded: a NaN keeps its payload.
+  values = lax.bitcast_convert_type(jnp.asarray(w.values), jnp.uint16)
+  return dataclasses.replace(
+    _with_planes(w, tile_plane),
+    columns=jnp.pad(jnp.asarray(w.columns), fill),
+    values=lax.bitcast_convert_type(jnp.pad(values, fill), jnp.bfloat16),
+  )
 
 
 def untile(w: W12Array) -> W12Array:

@@ -15,8 +15,7 @@ from specpilot_jax.errors import SpecPilotError
 BLOCK = 1 << 23
 """Weights whose windows and lists are found at once, unless a row has more."""
 MIN_ENTRIES = 1 << 12
-"""Lists are made with room for this times a power of two, so that few sizes
-are compiled for."""
+"""Lists are made with room for this times a power of two, then cut."""
 
 
 def encode_on_device(weight: jax.Array) -> W12Array:
@@ -49,7 +48,7 @@ def encode_on_device(weight: jax.Array) -> W12Array:
     room *= 2
   view01, view23, low = _planes(weight, base)
   lists = _lists(weight, base, row_start, room)
-  columns, values = _cut(lists, max(1, entries))
+  columns, values = _cut(lists, w12_array.list_room(entries))
   return W12Array(
     view01=view01,
     view23=view23,
@@ -215,7 +214,6 @@ def _lists(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _cut(lists: tuple[Array, Array], entries: int) -> tuple[Array, Array]:
-  """Small, for it is compiled for every number of entries."""
+def _cut(lists: tuple[Array, Array], room: int) -> tuple[Array, Array]:
   columns, values = lists
-  return columns[:entries], values[:entries]
+  return columns[:room], values[:room]

@@ -32,7 +32,7 @@ NAMES = (*_DTYPES, *_METADATA)
 
 
 def to_arrays(w: W12Array) -> dict[str, np.ndarray]:
-  """A W12 matrix as named arrays, none of them empty.
+  """A W12 matrix as named arrays, none empty; what fills up lists is left out.
 
   Returns:
     The parts of a `W12Array` by their names, and int32 `shape` [2] and
@@ -40,6 +40,9 @@ def to_arrays(w: W12Array) -> dict[str, np.ndarray]:
   """
   rows = w12_array.untile(w)
   arrays = {name: np.asarray(getattr(rows, name)) for name in _DTYPES}
+  entries = max(1, int(arrays["row_start"][-1]))
+  for name in ("columns", "values"):
+    arrays[name] = arrays[name][:entries]
   arrays["shape"] = np.array(w.shape, np.int32)
   arrays["version"] = np.array([VERSION], np.int32)
   return arrays

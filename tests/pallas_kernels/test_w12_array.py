@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import w12_array
-from specpilot_jax.checkpoints import w12
+from specpilot_jax.checkpoints import w12, w12_storage
 from tests.checkpoints import w12_matrices
 
 MATRICES = w12_matrices.adversarial() | {
@@ -98,16 +98,28 @@ class W12ArrayTest(parameterized.TestCase):
     self.assertTrue(tiled.tiled)
     self.assertIs(w12_array.tile(tiled), tiled)
     self.assertEqual(tiled.low.shape[2:], w12_array.tile_shape(w.lanes, width))
-    leaves = jax.tree.leaves(w12_array.untile(tiled))
-    for found, expected in zip(leaves, jax.tree.leaves(w), strict=True):
+    back = w12_storage.to_arrays(tiled)
+    for name, expected in w12_storage.to_arrays(w).items():
       # Bytes: a NaN is not equal to itself.
-      self.assertEqual(found.tobytes(), expected.tobytes())
+      self.assertEqual(back[name].tobytes(), expected.tobytes(), name)
+    self.assertEqual(
+      tiled.values.size, w12_array.list_room(int(w.row_start[-1]))
+    )
     np.testing.assert_array_equal(bits(decode(tiled)), bits(matrix))
     np.testing.assert_array_equal(
       bits(decode_view(tiled)), bits(decode_view(w))
     )
     rows = jnp.arange(high)[:: max(1, high // 50)]
     np.testing.assert_array_equal(bits(take(tiled, rows)), bits(matrix[rows]))
+
+  def test_list_room(self):
+    """Room enough, a quarter more at most, and few sizes."""
+    least = w12_array.MIN_ROOM
+    rooms = [w12_array.list_room(n) for n in range(8 * least)]
+    for n, room in enumerate(rooms):
+      self.assertGreaterEqual(room, n)
+      self.assertLessEqual(room, max(least, 1.25 * n))
+    self.assertLen(set(rooms), 13)
 
   def test_no_loops(self):
     """What a step runs is one graph on a GPU only without them."""
