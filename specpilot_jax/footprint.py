@@ -109,7 +109,8 @@ def w12_bytes(target: ModelConfig, drafter: DrafterConfig | None) -> int:
     if not layers.is_matrix(name, leaf.shape):
       continue
     quarter = -(-leaf.shape[0] // 4)
-    lists = 6 * int(OUTSIDE * leaf.size) + 4 * (4 * quarter + 1)
+    entries = w12_array.list_room(int(OUTSIDE * leaf.size))
+    lists = 6 * entries + 4 * (4 * quarter + 1)
     height = w12_array.tile_shape(quarter, leaf.shape[1])[0]
     padded = -(-quarter // height) * height
     total += 6 * padded * leaf.shape[1] + 4 * quarter + lists
