@@ -10,6 +10,7 @@ apart. A second kernel adds it in a fixed order and applies the sparse lists.
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -33,8 +34,8 @@ class Tile:
   Attributes:
     lanes: of a program, part of a tile of the planes; each holds four rows.
     num_warps, num_stages: of Triton.
-    programs: that share the matrix, or about as many: a multiple of what the
-      card has of multiprocessors, no more than it can hold at once.
+    programs: that share the matrix, or a little less: what the card can hold
+      at once, or fewer where those are enough.
   """
 
   lanes: int = 32
@@ -43,9 +44,9 @@ class Tile:
   programs: int = 528
 
 
-ALIGN = 0.07
-"""How far the number of programs may be from the one asked for, so that none
-has lanes of two groups."""
+ALIGN = 0.15
+"""Share of the programs that may be missing so that none has lanes of two
+groups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,9 @@ class _Shares:
     steps = w.low.shape[1]
     groups = pl.cdiv(w.lanes, tile.lanes)
     # A program that stays in one group has one pipeline to fill and to drain.
-    whole = groups * round(tile.programs / groups)
-    near = abs(whole - tile.programs) <= ALIGN * tile.programs
+    # One that has to wait for another's end costs more than that.
+    whole = groups * (tile.programs // groups)
+    near = whole >= (1 - ALIGN) * tile.programs
     programs = whole if near else tile.programs
     return cls(groups, steps, min(programs, groups * steps))
 
@@ -109,8 +111,11 @@ TILES = {
 FINISH_ROWS, FINISH_N = 32, 16
 """Rows of W and of x that a program of the second kernel has at most. It waits
 three times for memory, so it is small and there are many."""
-ENTRIES = 4
-"""Of each row's list that such a program applies at a time."""
+FINISH_MANY = 8192
+"""Rows of W from which on that are programs enough; below, they have half."""
+ENTRIES = 32
+"""Of the lists of its rows that such a program applies at a time: more than
+32 rows of 5,120 have. Twice as many for longer rows."""
 
 
 def matmul(
@@ -188,9 +193,18 @@ def _matmul_kernel(x, w, out_dtype, view, implementation, tile, expanded):
     name="w12_view" if view else "w12_matmul",
   )(x, w.base, *planes)
   rows, few = w.shape[0], min(rows_of(n), FINISH_N)
+  high = FINISH_ROWS if rows >= FINISH_MANY else FINISH_ROWS // 2
+  longer = high * w.shape[1] > FINISH_ROWS * FINISH_MANY
   return call(
-    functools.partial(_finish, shares=shares, lanes=tile.lanes, few=few),
-    grid=(pl.cdiv(rows, FINISH_ROWS), pl.cdiv(n, few)),
+    functools.partial(
+      _finish,
+      shares=shares,
+      lanes=tile.lanes,
+      few=few,
+      high=high,
+      entries=2 * ENTRIES if longer else ENTRIES,
+    ),
+    grid=(pl.cdiv(rows, high), pl.cdiv(n, few)),
     in_specs=[anywhere] * (2 + len(lists)),
     out_shape=jax.ShapeDtypeStruct((n, rows), out_dtype),
     compiler_params=pltriton.CompilerParams(
@@ -291,50 +305,75 @@ def _store(out_ref, part, first, total, live):
   pltriton.store(place, total, mask=mask)
 
 
-def _finish(parts_ref, x_ref, *refs, shares, lanes, few):
+def _finish(parts_ref, x_ref, *refs, shares, lanes, few, high, entries):
   """Adds parts in their order, then what the lists make of x."""
   list_refs, out_ref = refs[:-1], refs[-1]
   n, rows = out_ref.shape
-  row = pl.program_id(0) * FINISH_ROWS + jnp.arange(FINISH_ROWS)
+  row = pl.program_id(0) * high + jnp.arange(high)
   each = pl.program_id(1) * few + jnp.arange(few)
   live = row < rows
   wanted = (each < n)[:, None] & live[None, :]
-  # Of the parts, only what was summed up has been written.
-  owners = shares.owners(row % (parts_ref.shape[2] // 4) // lanes)
-  total = jnp.zeros((few, FINISH_ROWS), jnp.float32)
-  for part in range(parts_ref.shape[0]):
-    place = parts_ref.at[part, each[:, None], row[None, :]]
-    written = wanted & (part < owners)[None, :]
-    total += pltriton.load(place, mask=written, other=0)
+  lists = []
   if list_refs:
-    total = _apply_lists(x_ref, list_refs, row, live, each, total)
+    start_ref = list_refs[0]
+    # Rows that there are none of are behind every list.
+    start = pltriton.load(start_ref.at[row], mask=live, other=2**31 - 1)
+    end = pltriton.load(start_ref.at[row + 1], mask=live, other=2**31 - 1)
+    first = pl.program_id(0) * high
+    lists = [start_ref[first], start_ref[jnp.minimum(first + high, rows)]]
+    lists += [start, end, *list_refs[1:]]
+  # Of the parts, only what was summed up has been written.
+  size = parts_ref.shape[2] // 4
+  if size % high or lanes % high:
+    owners = shares.owners(row % size // lanes)[None, :]
+  else:
+    owners = shares.owners(pl.program_id(0) * high % size // lanes)
+  parts = [
+    pltriton.load(
+      parts_ref.at[part, each[:, None], row[None, :]],
+      mask=wanted & (part < owners),
+      other=0,
+    )
+    for part in range(parts_ref.shape[0])
+  ]
+  # Lists come first: their loads wait for one another, and for nothing else.
+  if lists:
+    parts.append(_listed(x_ref, *lists, each, entries).T)
+  total = functools.reduce(operator.add, parts)
   place = out_ref.at[each[:, None], row[None, :]]
   pltriton.store(place, total.astype(out_ref.dtype), mask=wanted)
 
 
-def _apply_lists(x_ref, list_refs, row, live, each, total):
-  """Adds what the lists of rows of W make of rows `each` of x."""
-  start_ref, column_ref, value_ref = list_refs
-  start = pltriton.load(start_ref.at[row], mask=live, other=0)
-  end = pltriton.load(start_ref.at[row + 1], mask=live, other=0)
+def _listed(
+  x_ref, first, last, start, end, column_ref, value_ref, each, entries
+):
+  """What the lists of rows of W make of rows `each` of x, float32.
 
-  def entries(i, total):
-    # Side by side, so that they wait for memory together.
-    for entry in range(ENTRIES):
-      at = start + i * ENTRIES + entry
-      real = at < end
-      column = pltriton.load(column_ref.at[at], mask=real, other=0)
-      value = pltriton.load(value_ref.at[at], mask=real, other=0)
-      real = real[None, :] & (each < x_ref.shape[0])[:, None]
-      place = x_ref.at[each[:, None], column[None, :]]
-      x = pltriton.load(place, mask=real, other=0)
-      product = x.astype(jnp.float32) * value.astype(jnp.float32)[None, :]
-      # What is no entry adds nothing, not even a NaN.
-      total += jnp.where(real, product, 0.0)
-    return total
+  The lists of all rows follow one another: so many entries at a time are a
+  small matrix, each in the row that it is of, and a product.
 
-  longest = jnp.max(end - start)
-  return lax.fori_loop(0, pl.cdiv(longest, ENTRIES), entries, total)
+  Args:
+    first, last: where the lists begin and end; start, end: those of each row.
+  """
+  present = each < x_ref.shape[0]
+
+  def step(i, total):
+    at = first + i * entries + jnp.arange(entries)
+    real = at < last
+    column = pltriton.load(column_ref.at[at], mask=real, other=0)
+    value = pltriton.load(value_ref.at[at], mask=real, other=0)
+    x = pltriton.load(
+      x_ref.at[each[None, :], column[:, None]],
+      mask=real[:, None] & present[None, :],
+      other=0,
+    )
+    own = (start[:, None] <= at[None, :]) & (at[None, :] < end[:, None])
+    value = jnp.where(own, value.astype(jnp.float32)[None, :], 0.0)
+    value = value.astype(jnp.bfloat16)
+    return total + jnp.dot(value, x, preferred_element_type=jnp.float32)
+
+  zeros = jnp.zeros((start.size, each.size), jnp.float32)
+  return lax.fori_loop(0, pl.cdiv(last - first, entries), step, zeros)
 
 
 def _unpack(q, *parts):
