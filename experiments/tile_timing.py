@@ -48,6 +48,9 @@ PROGRAMS = (132, 264, 396, 528, 792, 1320)
 PAUSE_S = 0.012
 """Between two cases, so that their kernels are told apart in a profile."""
 
+ATTEMPTS = 3
+"""Profiles of the same cases that are made until one shows them all."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -222,7 +225,7 @@ def kernel_us(cases: Sequence[Case]) -> list[float]:
   """Microseconds of a launch of each case, from one profile.
 
   Raises:
-    SpecPilotError: the profile does not show as many cases.
+    SpecPilotError: no profile of several shows as many cases.
   """
 
   def run():
@@ -235,14 +238,18 @@ def kernel_us(cases: Sequence[Case]) -> list[float]:
 
   for case in cases:  # What is lazy about a first call is not timed.
     jax.block_until_ready(case.run(*case.arguments))
-  groups: list[list[kernels.Kernel]] = []
-  end = None
-  for kernel in measure.trace(run):
-    if end is None or kernel.start_ns - end > PAUSE_S / 3 * 1e9:
-      groups.append([])
-    groups[-1].append(kernel)
-    end = max(end or 0, kernel.start_ns + kernel.duration_ns)
-  if len(groups) != len(cases):
+  for _ in range(ATTEMPTS):
+    groups: list[list[kernels.Kernel]] = []
+    end = None
+    for kernel in measure.trace(run):
+      if end is None or kernel.start_ns - end > PAUSE_S / 3 * 1e9:
+        groups.append([])
+      groups[-1].append(kernel)
+      end = max(end or 0, kernel.start_ns + kernel.duration_ns)
+    # A host that is held up amid a case makes two of it.
+    if len(groups) == len(cases):
+      break
+  else:
     raise SpecPilotError(
       f"the profile shows {len(groups)} cases, {len(cases)} were run"
     )

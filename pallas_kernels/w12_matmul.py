@@ -174,19 +174,29 @@ def _matmul_kernel(x, w, out_dtype, view, implementation, tile, expanded):
   shares = _Shares.of(w, tile)
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   call = functools.partial(
-    pl.pallas_call, out_specs=anywhere, interpret=implementation == "interpret"
+    pl.pallas_call, interpret=implementation == "interpret"
   )
-  parts = call(
+  # Of the lists, an entry is of one column of x: side by side, a column's
+  # numbers are one piece of memory.
+  columns = (
+    () if view else (jax.ShapeDtypeStruct((x.shape[1], rows_of(n)), x.dtype),)
+  )
+  parts, *columns = call(
     functools.partial(
       _stream,
       shares=shares,
       tile=tile,
       padded=rows_of(n),
       assembly=implementation == "triton",
+      transpose=not view,
     ),
     grid=(shares.programs,),
     in_specs=[anywhere] * (2 + len(planes)),
-    out_shape=jax.ShapeDtypeStruct((shares.parts, n, 4 * w.lanes), jnp.float32),
+    out_shape=[
+      jax.ShapeDtypeStruct((shares.parts, n, 4 * w.lanes), jnp.float32),
+      *columns,
+    ],
+    out_specs=[anywhere] * (1 + len(columns)),
     compiler_params=pltriton.CompilerParams(
       num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
@@ -205,13 +215,14 @@ def _matmul_kernel(x, w, out_dtype, view, implementation, tile, expanded):
       entries=2 * ENTRIES if longer else ENTRIES,
     ),
     grid=(pl.cdiv(rows, high), pl.cdiv(n, few)),
-    in_specs=[anywhere] * (2 + len(lists)),
+    in_specs=[anywhere] * (1 + len(columns) + len(lists)),
     out_shape=jax.ShapeDtypeStruct((n, rows), out_dtype),
+    out_specs=anywhere,
     compiler_params=pltriton.CompilerParams(
       num_warps=pl.cdiv(few, 8), num_stages=1
     ),
     name="w12_finish",
-  )(parts, x, *lists)
+  )(parts, *columns, *lists)
 
 
 def rows_of(n: int) -> int:
@@ -219,8 +230,14 @@ def rows_of(n: int) -> int:
   return max(8, 1 << (n - 1).bit_length())
 
 
-def _stream(x_ref, base_ref, *refs, shares, tile, padded, assembly):
-  """Sums up a program's share: four times `lanes` rows at a time."""
+def _stream(x_ref, base_ref, *refs, shares, tile, padded, assembly, transpose):
+  """Sums up a program's share: four times `lanes` rows at a time.
+
+  Where lists are to be applied, the columns of x are written as rows too.
+  """
+  outs = 2 if transpose else 1
+  plane_refs, out_refs = refs[:-outs], refs[-outs:]
+  width = plane_refs[0].shape[-1]
   program = pl.program_id(0)
   begin, end = shares.begin(program), shares.begin(program + 1)
   first = begin // shares.steps
@@ -228,13 +245,22 @@ def _stream(x_ref, base_ref, *refs, shares, tile, padded, assembly):
   def group(i, _):
     start = (first + i) * shares.steps
     _stream_group(
-      x_ref, base_ref, refs[:-1], refs[-1], first + i,
+      x_ref, base_ref, plane_refs, out_refs[0], first + i,
       jnp.maximum(begin - start, 0), jnp.minimum(end - start, shares.steps),
       program - shares.first_owner(first + i),
       tile=tile, padded=padded, assembly=assembly,
     )  # fmt: skip
 
   lax.fori_loop(0, (end - 1) // shares.steps - first + 1, group, None)
+  if transpose:
+    # Some columns for each program, when there is nothing else to load.
+    def some(i, _):
+      k = program + i * shares.programs
+      x = _columns(x_ref, k * width, width, padded)
+      out_refs[1][pl.ds(k * width, width), :] = x.T
+
+    mine = (shares.steps - 1 - program) // shares.programs + 1
+    lax.fori_loop(0, mine, some, None)
 
 
 def _stream_group(
@@ -248,15 +274,9 @@ def _stream_group(
   across = pl.ds(group % each * tile.lanes, tile.lanes)
   first = group * tile.lanes
   lane = first + jnp.arange(tile.lanes)
-  row = jnp.arange(padded)[:, None]
 
   def step(k, totals):
-    if padded == x_ref.shape[0]:
-      x = x_ref[:, pl.ds(k * width, width)]
-    else:
-      column = k * width + jnp.arange(width)[None, :]
-      live = jnp.broadcast_to(row < x_ref.shape[0], (padded, width))
-      x = pltriton.load(x_ref.at[row, column], mask=live, other=0)
+    x = _columns(x_ref, k * width, width, padded)
     at = (group // each, k, across)
     if len(plane_refs) == 1:
       weights: list[Any] = [plane_refs[0][q, *at] for q in range(4)]
@@ -286,6 +306,17 @@ def _stream_group(
     _store(out_ref, part, q * size + first, total, live)
 
 
+def _columns(x_ref, first, width, padded):
+  """x [padded, width] from a column on, zeros below."""
+  n = x_ref.shape[0]
+  if n == padded:
+    return x_ref[:, pl.ds(first, width)]
+  row = jnp.arange(padded)[:, None]
+  column = first + jnp.arange(width)[None, :]
+  live = jnp.broadcast_to(row < n, (padded, width))
+  return pltriton.load(x_ref.at[row, column], mask=live, other=0)
+
+
 def _store(out_ref, part, first, total, live):
   """Writes [padded rows of x, some of W] to a part, from row `first` of W on.
 
@@ -305,7 +336,7 @@ def _store(out_ref, part, first, total, live):
   pltriton.store(place, total, mask=mask)
 
 
-def _finish(parts_ref, x_ref, *refs, shares, lanes, few, high, entries):
+def _finish(parts_ref, *refs, shares, lanes, few, high, entries):
   """Adds parts in their order, then what the lists make of x."""
   list_refs, out_ref = refs[:-1], refs[-1]
   n, rows = out_ref.shape
@@ -315,13 +346,13 @@ def _finish(parts_ref, x_ref, *refs, shares, lanes, few, high, entries):
   wanted = (each < n)[:, None] & live[None, :]
   lists = []
   if list_refs:
-    start_ref = list_refs[0]
+    columns_ref, start_ref = list_refs[:2]
     # Rows that there are none of are behind every list.
     start = pltriton.load(start_ref.at[row], mask=live, other=2**31 - 1)
     end = pltriton.load(start_ref.at[row + 1], mask=live, other=2**31 - 1)
     first = pl.program_id(0) * high
     lists = [start_ref[first], start_ref[jnp.minimum(first + high, rows)]]
-    lists += [start, end, *list_refs[1:]]
+    lists += [start, end, *list_refs[2:]]
   # Of the parts, only what was summed up has been written.
   size = parts_ref.shape[2] // 4
   if size % high or lanes % high:
@@ -338,14 +369,14 @@ def _finish(parts_ref, x_ref, *refs, shares, lanes, few, high, entries):
   ]
   # Lists come first: their loads wait for one another, and for nothing else.
   if lists:
-    parts.append(_listed(x_ref, *lists, each, entries).T)
+    parts.append(_listed(columns_ref, *lists, each, entries).T)
   total = functools.reduce(operator.add, parts)
   place = out_ref.at[each[:, None], row[None, :]]
   pltriton.store(place, total.astype(out_ref.dtype), mask=wanted)
 
 
 def _listed(
-  x_ref, first, last, start, end, column_ref, value_ref, each, entries
+  columns_ref, first, last, start, end, column_ref, value_ref, each, entries
 ):
   """What the lists of rows of W make of rows `each` of x, float32.
 
@@ -353,20 +384,17 @@ def _listed(
   small matrix, each in the row that it is of, and a product.
 
   Args:
+    columns_ref: x [I, rows], each column a row.
     first, last: where the lists begin and end; start, end: those of each row.
   """
-  present = each < x_ref.shape[0]
 
   def step(i, total):
     at = first + i * entries + jnp.arange(entries)
     real = at < last
     column = pltriton.load(column_ref.at[at], mask=real, other=0)
     value = pltriton.load(value_ref.at[at], mask=real, other=0)
-    x = pltriton.load(
-      x_ref.at[each[None, :], column[:, None]],
-      mask=real[:, None] & present[None, :],
-      other=0,
-    )
+    x = columns_ref[column[:, None], each[None, :]]
+    # What is behind the last entry is in no row.
     own = (start[:, None] <= at[None, :]) & (at[None, :] < end[:, None])
     value = jnp.where(own, value.astype(jnp.float32)[None, :], 0.0)
     value = value.astype(jnp.bfloat16)
