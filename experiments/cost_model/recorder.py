@@ -52,7 +52,8 @@ class Session:
     graphdef, params = nnx.split(target)
     self.target = target
     self.drafter = drafter
-    self.params: Any = (params, drafter.params if drafter else ())
+    own = drafter.params if drafter else ()
+    self.params: Any = step_lib.Params.of(params, own)
     system = SystemConfig() if system is None else system
     self.policy = policy = Policy.of(system, drafter)
     self.max_seq_len = max_seq_len

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -40,12 +39,7 @@ CUT_TOLERANCE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-  """Jitted functions of one feature set.
-
-  Parameters are handed over as a list of arrays, in the order of the leaves
-  of the tree that the functions know: a call would take that tree apart anew
-  each time, modules and variables in Python, which takes as long as a pass.
-  """
+  """Jitted functions of one feature set."""
 
   reset: Any
   prefill: Any
@@ -53,21 +47,12 @@ class _Compiled:
   score: Any
 
   @classmethod
-  def of(cls, fns: step_lib.StepFns, params: Any) -> "_Compiled":
-    structure = jax.tree.structure(params)
-
-    def compiled(function):
-      @functools.wraps(function)
-      def call(arrays, *args):
-        return function(jax.tree.unflatten(structure, arrays), *args)
-
-      return jax.jit(call, donate_argnums=1)
-
+  def of(cls, fns: step_lib.StepFns) -> "_Compiled":
     return cls(
       reset=jax.jit(fns.reset, donate_argnums=0),
-      prefill=compiled(fns.prefill),
-      step=compiled(fns.step),
-      score=compiled(fns.score),
+      prefill=jax.jit(fns.prefill, donate_argnums=1),
+      step=jax.jit(fns.step, donate_argnums=1),
+      score=jax.jit(fns.score, donate_argnums=1),
     )
 
 
@@ -148,8 +133,7 @@ class Engine:
     self._host_lag = host_lag
 
     graphdef, params = nnx.split(target)
-    self._params = (params, drafter.params if drafter else ())
-    self._arrays = jax.tree.leaves(self._params)
+    self._params = step_lib.Params.of(params, drafter.params if drafter else ())
     self._fns_by_features: dict[sampling_lib.Features, _Compiled] = {}
     self._base = step_lib.StepFns(
       config=config,
@@ -248,7 +232,7 @@ class Engine:
   def _compiled(self, features: sampling_lib.Features) -> _Compiled:
     if features not in self._fns_by_features:
       fns = dataclasses.replace(self._base, features=features)
-      compiled = _Compiled.of(fns, self._params)
+      compiled = _Compiled.of(fns)
       for other in self._fns_by_features.values():
         # A prefill has no sampling in it: one serves all requests.
         compiled = dataclasses.replace(compiled, prefill=other.prefill)
@@ -301,7 +285,7 @@ class Engine:
       count = min(chunk, prompt.size - 1 - start)
       tokens = np.zeros(chunk, np.int32)
       tokens[:count] = prompt[start : start + count]
-      carry = compiled.prefill(self._arrays, carry, tokens, np.int32(count))
+      carry = compiled.prefill(self._params, carry, tokens, np.int32(count))
     return carry
 
   def _request(self, sampling: SamplingParams) -> step_lib.Request:
@@ -344,7 +328,7 @@ class Engine:
       carry = self._start(compiled, prompt, limit)
       pending: deque[step_lib.StepOutput] = deque()
       while True:
-        carry, out = compiled.step(self._arrays, carry, request)
+        carry, out = compiled.step(self._params, carry, request)
         pending.append(out)
         if len(pending) <= self._host_lag:
           continue
@@ -540,7 +524,7 @@ class Engine:
         tokens[:count] = inputs[start : start + count]
         targets[:count] = output[start : start + count]
         carry, result = compiled.score(
-          self._arrays,
+          self._params,
           carry,
           request,
           tokens,

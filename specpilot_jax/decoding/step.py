@@ -24,6 +24,31 @@ from specpilot_jax.models import state as state_lib
 
 
 @state_lib.pytree
+class Params:
+  """A target's parameters [0] and its drafter's [1], quickly told to a call.
+
+  A call takes its arguments apart: of modules and variables that happens in
+  Python, and takes as long as a pass. Here only arrays are taken apart; the
+  functions put them together, while they are traced.
+
+  Attributes:
+    arrays: leaves of each.
+    structures: the trees that they are of.
+  """
+
+  arrays: tuple[tuple[jax.Array, ...], ...]
+  structures: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+
+  @classmethod
+  def of(cls, *trees: Any) -> "Params":
+    arrays, structures = zip(*map(jax.tree.flatten, trees), strict=True)
+    return cls(tuple(map(tuple, arrays)), structures)
+
+  def __getitem__(self, index: int) -> Any:
+    return jax.tree.unflatten(self.structures[index], self.arrays[index])
+
+
+@state_lib.pytree
 class Request:
   """What a request fixes before its first step."""
 
@@ -103,7 +128,7 @@ class StepFns:
   Attributes:
     config: of the target.
     graphdef: of the target; every call's `params` are the target's state and
-      the drafter's parameters.
+      the drafter's parameters: a pair of them, or `Params`.
     drafter: None for autoregressive decoding.
     policy: which candidates a pass verifies.
     acceptance: `match` or `rejection` (the same at temperature 0; of chains).

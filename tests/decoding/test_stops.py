@@ -390,7 +390,7 @@ class EndsTest(kit.Float64TestCase):
     fast = kit.sibling(kit.speculative(CONFIG, "float64", K))
     late = kit.sibling(kit.speculative(CONFIG, "float64", K), host_lag=1)
     for engine in (plain, fast, late):
-      engine._arrays = jax.tree.leaves((state, engine._params[1]))
+      engine._params = (state, engine._params[1])
     looping = SamplingParams(max_tokens=200)
     expected = plain.generate(PROMPT, looping)
     self.assertEqual(expected.finish_reason, "loop")

@@ -105,7 +105,7 @@ class WiderTreesTest(kit.Float64TestCase):
           engine.set_limits(nodes=budget)
           # The step donates its carry.
           copy = jax.tree.map(jnp.copy, carry)
-          _, out = step(engine._arrays, copy, engine._request(GREEDY))
+          _, out = step(engine._params, copy, engine._request(GREEDY))
           self.assertLess(int(out.drafted), budget)
           accepted.append(int(out.accepted))
           emitted.append(out.tokens[: int(out.count)].tolist())
