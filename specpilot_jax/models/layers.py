@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import add_norm, w12_array, w12_matmul
+from pallas_kernels import add_norm, w12_array, w12_decode, w12_matmul
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.models.yarn import Yarn
@@ -60,7 +60,7 @@ def matmul(
       return w12_matmul.matmul(
         x, weight, out_dtype=out_dtype, implementation=w12
       )
-    weight = w12_array.decode(weight).astype(x.dtype)
+    weight = w12_decode.decode(weight, implementation=w12).astype(x.dtype)
   if n == 1 and _sums_rows(x, weight):
     acc = accumulation_dtype(x.dtype)
     products = weight.astype(acc) * x.astype(acc)
