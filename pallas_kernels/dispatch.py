@@ -39,6 +39,7 @@ class Kernels:
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
     w12_matmul: rows times weights in W12 (`w12_matmul.matmul`).
     add_norm: its residual sums and their norms (`add_norm.add_norm`).
+    tree_growth: trees over a drafter's lattice (`tree_growth.grow`).
   """
 
   gdn_decode: Implementation = "reference"
@@ -47,6 +48,7 @@ class Kernels:
   tree_attention: Implementation = "reference"
   w12_matmul: Implementation = "reference"
   add_norm: Implementation = "reference"
+  tree_growth: Implementation = "reference"
 
   @classmethod
   def all(cls, implementation: Implementation) -> "Kernels":

@@ -64,6 +64,7 @@ class Session:
       graphdef=graphdef,
       drafter=drafter,
       policy=policy,
+      kernels=target.kernels,
       acceptance="match",
       features=features,
     )

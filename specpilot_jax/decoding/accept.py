@@ -25,7 +25,8 @@ class Acceptance:
   """The accepted path and what it emits.
 
   Attributes:
-    path: node indices from the root down; entry d has depth d.
+    path: node indices from the root down; entry d has depth d. Behind the
+      path any nodes.
     emitted: emitted[d] is the token that follows path[d]; for d below
       `accepted` it equals the token of path[d + 1], the last is the bonus.
     accepted: drafts accepted; `accepted` + 1 entries of both are valid.
@@ -53,7 +54,9 @@ def match(nodes: Nodes, choices: Int[Array, " N"]) -> Acceptance:
   rank = jnp.where(on_path, nodes.depth * n + (n - 1 - index), -1)
   last = jnp.argmax(rank)
   ancestors = nodes.mask[last]
-  path = jnp.argsort(jnp.where(ancestors, nodes.depth, n)).astype(jnp.int32)
+  # An ancestor per depth: no sort is needed, nor is there anything behind it.
+  here = ancestors & (nodes.depth == index[:, None])  # [depth, nodes]
+  path = jnp.where(here, index, 0).sum(axis=1, dtype=jnp.int32)
   return Acceptance(
     path=path,
     emitted=choices[path],

@@ -140,6 +140,7 @@ class Engine:
       graphdef=graphdef,
       drafter=drafter,
       policy=policy,
+      kernels=target.kernels,
       acceptance=system.acceptance,
       features=sampling_lib.Features(True, False, False),
     )

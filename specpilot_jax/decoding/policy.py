@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.dispatch import Implementation
 from specpilot_jax import configs
 from specpilot_jax.decoding import draft as draft_lib
 from specpilot_jax.decoding import tree as tree_lib
@@ -132,6 +133,7 @@ class Policy:
     nodes: Int[Array, ""],
     depth: Int[Array, ""],
     valid_vocab: int,
+    implementation: Implementation = "reference",
   ) -> state_lib.Nodes:
     """A pass over a tree: `rows` places, `nodes` of them used at most.
 
@@ -141,11 +143,15 @@ class Policy:
       nodes: of the pass at most, the anchor included.
       depth: drafts of a path at most.
       valid_vocab: ids below it exist.
+      implementation: of `tree_growth`.
     """
     tokens, scores = lattice.tokens, lattice.scores
     if self.tree == configs.MARGINAL and scores.ndim == 3:
       tokens, scores = tree_lib.marginal(
-        tokens, scores, valid_vocab=valid_vocab
+        tokens,
+        scores,
+        valid_vocab=valid_vocab,
+        implementation=implementation,
       )
     tree = tree_lib.best_first(
       anchor,
@@ -156,5 +162,6 @@ class Policy:
       valid_vocab=valid_vocab,
       depth=depth,
       drafts=nodes - 1,
+      implementation=implementation,
     )
     return tree_lib.nodes_of(tree)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import Kernels
 from specpilot_jax import configs
 from specpilot_jax.decoding import accept
 from specpilot_jax.decoding import draft as draft_lib
@@ -131,6 +132,7 @@ class StepFns:
       the drafter's parameters: a pair of them, or `Params`.
     drafter: None for autoregressive decoding.
     policy: which candidates a pass verifies.
+    kernels: of the target, and of what is done with a drafter's lattice.
     acceptance: `match` or `rejection` (the same at temperature 0; of chains).
     features: what sampling needs.
   """
@@ -139,6 +141,7 @@ class StepFns:
   graphdef: Any
   drafter: draft_lib.Drafter | None
   policy: policy_lib.Policy
+  kernels: Kernels
   acceptance: str
   features: sampling_lib.Features
 
@@ -304,7 +307,12 @@ class StepFns:
     vocab = self.config.valid_vocab
     if self.policy.tree != configs.CHAIN:
       nodes = self.policy.of_tree(
-        lattice, anchor, nodes=limits.nodes, depth=depth, valid_vocab=vocab
+        lattice,
+        anchor,
+        nodes=limits.nodes,
+        depth=depth,
+        valid_vocab=vocab,
+        implementation=self.kernels.tree_growth,
       )
       return Drafted(nodes, None)
     chain = draft_lib.chain(

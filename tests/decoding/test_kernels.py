@@ -18,6 +18,7 @@ from pallas_kernels import (
   gdn_decode,
   gdn_verify,
   tree_attention,
+  tree_growth,
   w12_matmul,
 )
 from pallas_kernels.dispatch import REFERENCE, Kernels
@@ -45,6 +46,7 @@ FUNCTIONS = {
   "tree_attention": (tree_attention, "_tree_attention_kernel"),
   "add_norm": (add_norm, "_add_norm_kernel"),
   "w12_matmul": (w12_matmul, "_matmul_kernel"),
+  "tree_growth": (tree_growth, "_grow_kernel"),
 }
 
 
@@ -56,13 +58,17 @@ def target(kernels: Kernels) -> target_lib.Target:
   )
 
 
-def engine(kernels: Kernels, *, stock: bool) -> Engine:
+def engine(
+  kernels: Kernels, *, stock: bool, system: SystemConfig | None = None
+) -> Engine:
   own = target(kernels)
   drafter = None
   if stock:
     model = DFlash(DRAFTER, jnp.float32, nnx.Rngs(1))
     drafter = DFlashDrafter(model, own)
-  return Engine(own, drafter=drafter, max_seq_len=128, prefill_chunk=8)
+  return Engine(
+    own, drafter=drafter, system=system, max_seq_len=128, prefill_chunk=8
+  )
 
 
 @functools.cache
@@ -128,6 +134,23 @@ class EngineTest(parameterized.TestCase):
     ):
       expected[operation] = GDN_LAYERS
     self.assertEqual(found, expected)
+    self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)
+
+  @parameterized.parameters(
+    ("reference", "best_first"), ("interpret", "best_first"),
+    ("interpret", "marginal"),
+  )  # fmt: skip
+  def test_trees(self, implementation, tree):
+    running = engine(
+      Kernels(tree_growth=implementation),
+      stock=True,
+      system=SystemConfig(tree=tree, node_budget=16),
+    )
+    fns, carry = running._base, running._fresh_carry()
+    with counted() as calls:
+      jax.eval_shape(fns.step, running._params, carry, running._request(GREEDY))
+    expected = dict.fromkeys(FUNCTIONS, 0)
+    expected["tree_growth"] = int(implementation == "interpret")
     self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)
 
   @parameterized.parameters(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from pallas_kernels import tree_growth
 from specpilot_jax.configs import ATTENTION, SystemConfig
 from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import sampling as sampling_lib
@@ -184,7 +185,7 @@ def shuffled(anchor, *args, nodes, drafts, **settings):
   parents = jnp.where(exists, parents, 0)
   tokens, depth = jnp.tile(tree.tokens, 2), jnp.tile(tree.depth, 2)
   # Any order in which parents come first: sums along paths that grow.
-  mask = tree_lib._ancestors(parents, nodes)
+  mask = tree_growth.ancestors(parents, nodes)
   order = jnp.where(mask, jax.random.uniform(keys[2], (nodes,)), 0).sum(-1)
   order = jnp.where(exists, order, jnp.inf).at[0].set(-1)
   at = jnp.argsort(order)
@@ -196,7 +197,7 @@ def shuffled(anchor, *args, nodes, drafts, **settings):
     parents=parents.astype(jnp.int32),
     depth=jnp.where(exists, depth, 1)[at],
     scores=jnp.tile(tree.scores, 2)[at],
-    mask=tree_lib._ancestors(parents, nodes),
+    mask=tree_growth.ancestors(parents, nodes),
     count=exists.sum(dtype=jnp.int32),
   )
 
