@@ -122,6 +122,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       drafter=drafter,
       tokenizer=model.tokenizer,
       system=system,
+      schedule=registry.schedule(system, target, drafter),
       max_seq_len=room,
       prefill_chunk=settings.prefill_chunk,
     )
