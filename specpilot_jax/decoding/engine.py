@@ -129,7 +129,7 @@ class Engine:
     if (schedule is None) != (system.verification == ONE_LEVEL):
       raise SpecPilotError(
         f"verification={system.verification} is to run"
-        f" {'without' if schedule is None else 'with'} a schedule of passes"
+        f" {'with' if schedule is None else 'without'} a schedule of passes"
       )
     self.schedule = schedule
     self._plan: Any = None  # asked for before the first request

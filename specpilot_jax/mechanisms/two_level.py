@@ -208,6 +208,8 @@ def composed(
   mask = jnp.where(drafted[:, None], in_trunk[None] | hung, above)
   mask = jnp.where(in_rest[:, None], kept, mask)
   count = behind + beside.sum(dtype=jnp.int32)
+  # Places without a node look like some node; none of them is an ancestor.
+  mask = (mask & (index < count)[None]) | (index[:, None] == index)
   return state_lib.Nodes(
     tokens=tokens.astype(jnp.int32),
     parents=parents.astype(jnp.int32),
@@ -509,13 +511,13 @@ def step_times(engine: Engine, sampling: SamplingParams) -> StepTimes:
       if i and result.drafted:
         spent.append(now - before)
       before = now
-      if i == TIMED_STEPS:
+      if len(spent) == TIMED_STEPS:
         break
     steps.close()
     if not spent:
       raise SpecPilotError(
         f"verification=auto cannot time steps of {engine.config.name}: none"
-        " had drafts to verify"
+        f" of a context of {engine.max_seq_len} had drafts to verify"
       )
     found.append(1e6 * statistics.median(spent))
   return StepTimes(one_us=found[0], two_us=found[1])
