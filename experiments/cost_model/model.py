@@ -211,7 +211,11 @@ def _compute(profile, records, recordings, real, given_us) -> dict[str, Any]:
         "rows": stock.nodes,
         "step_us": compare.wall_step_us(chosen),
       },
-      *replayed["real_runs"],
+      *(
+        run
+        for run in replayed["real_runs"]
+        if run["verification"] == configs.ONE_LEVEL
+      ),
     ]
   )
   if given_us:

@@ -428,8 +428,19 @@ class StepFns:
       The path that it accepts with what it emits, and the taps of all nodes.
     """
     out, logits = self._pass(model, carry, request, nodes)
-    choices = self._choices(logits, carry, request, nodes)
-    return accept.match(nodes, choices), out.taps
+    chosen = self._choices(logits, carry, request, nodes)
+    return accept.match(nodes, chosen), out.taps
+
+  def choices(
+    self, model, carry: Carry, request: Request, nodes: state_lib.Nodes
+  ) -> Int[Array, " N"]:
+    """What a model chooses behind each node, with the request's noise.
+
+    Args:
+      model, nodes: as for `look`.
+    """
+    _, logits = self._pass(model, carry, request, nodes)
+    return self._choices(logits, carry, request, nodes)
 
   def score(
     self,

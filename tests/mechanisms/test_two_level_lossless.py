@@ -168,9 +168,10 @@ class LosslessTwoLevelTest(kit.Float64TestCase):
   def test_nothing_of_level_1_stays(self):
     """Level 1 in NaN, weights, choices and taps: nothing changes but speed."""
     clean = two_level_kit.engine(BASE, TWO_LEVEL)
-    nan = jax.tree.map(
-      lambda x: jnp.full_like(x, jnp.nan), clean.schedule.params
-    )
+    schedule = clean.schedule
+    assert schedule is not None
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), schedule.params)
+    self.assertNotEmpty(jax.tree.leaves(nan))
     poisoned = two_level_kit.sibling(clean, params=nan)
     for i, pair in enumerate(referees(GREEDY, FEW)):
       poisoned.load("oracle", pair[0].sequence, seed=i)

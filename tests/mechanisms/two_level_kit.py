@@ -75,6 +75,7 @@ def scripted(model, drafter, system, schedule) -> kit.ScriptedEngine:
 
 def sibling(engine: kit.ScriptedEngine, **changes) -> kit.ScriptedEngine:
   """The same with another schedule of its kind, and the same executables."""
+  assert isinstance(engine.schedule, two_level.TwoLevel)
   schedule = dataclasses.replace(engine.schedule, **changes)
   other = scripted(
     target(engine.config), engine.drafter, engine.system, schedule
