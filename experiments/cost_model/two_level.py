@@ -12,7 +12,8 @@ got wrong nothing is known, so a tree has no room left for the drafts beside it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -144,10 +145,36 @@ class Agreement:
     return float(np.mean(self.runs))
 
 
-def recorded_agreement(recordings: Sequence[Recording]) -> Agreement:
-  """Of level 1 at the first token behind each commit, where it sees exact
-  states alone."""
-  return Agreement.of([level_one(recording)[:, 0] for recording in recordings])
+def recorded_agreement(recordings: Sequence[Recording]) -> dict[str, Any]:
+  """What was recorded of level 1, for result.json.
+
+  Returns:
+    `tokens` judged and `agreement` per token right behind a commit, where level
+    1 reads exact states alone; `mean_run` of tokens that agree;
+    `agreement_by_depth`, behind so many tokens of level 1's own. On the
+    output's own path: what level 1 chooses elsewhere is not known.
+  """
+  first = Agreement.of([level_one(r)[:, 0] for r in recordings])
+  depths = level_one(recordings[0]).shape[1]
+  by_depth: list[float | None] = []
+  for depth in range(depths):
+    inside = [level_one(r)[: len(r) - depth, depth] for r in recordings]
+    joined = np.concatenate(inside)
+    by_depth.append(float(joined.mean()) if joined.size else None)
+  return {
+    "tokens": first.tokens,
+    "agreement": first.per_token,
+    "mean_run": first.mean_run,
+    "agreement_by_depth": by_depth,
+  }
+
+
+def describe(found: Mapping[str, Any]) -> str:
+  """One line on what was recorded of level 1."""
+  return (
+    f"the view chooses like the exact pass at {found['agreement']:.2%} of"
+    f" {found['tokens']} tokens, in runs of {found['mean_run']:.1f}"
+  )
 
 
 def level_one(recording: Recording) -> np.ndarray:

@@ -12,7 +12,7 @@ state, which no pass writes; the drafter's context with its taps is a copy; all
 of it is dropped before the exact pass is accepted and committed.
 
 It pays where tau_two / tau_one > (C8 + C12 + 2 D) / (C12 + D), of the times of
-a level-1 pass, an exact pass and a draft. `auto` weighs the same for each step,
+a level-1 pass, an exact pass and a draft. `auto` weighs the same step by step,
 from how sure the drafter is, how that turned out of late, and how often the
 exact pass agreed with level 1: on the device, so that no step waits for the
 host and none decides on what the host saw a step ago.
@@ -52,8 +52,9 @@ DRIFT = 0.99
 """What a step of one level keeps of the agreement that it does not see, so that
 two levels are tried again some hundred steps later."""
 
-DOUBT = 4.0
-"""Tokens of perfect agreement that a request starts with, and returns to."""
+DOUBT = 32.0
+"""Tokens of perfect agreement that a request starts with, and returns to: so many
+that one miss among its first tokens does not end two levels for a long time."""
 
 TIMED_STEPS = 12
 
@@ -119,28 +120,52 @@ def expected_drafts(lattice: draft_lib.Lattice, first: draft_lib.Drafts):
 
 
 def expected_tokens(
-  recent: Recent, hoped: Float[Array, ""]
+  agreement: Float[Array, ""], drafts: Float[Array, ""], usual: Float[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Tokens that a step is expected to emit, with one level and with two.
 
-  With `r` drafts accepted for each one that the drafter expects, one level
-  emits 1 + r hoped. The trunk of two levels is as long; with agreement `a` per
-  token it gives the sum of a^i over its tokens i, and behind all of it, with
-  probability a^length, as many drafts as were accepted of late.
+  One level emits 1 + drafts. The trunk of two levels is as long: with agreement
+  `a` per token it gives the sum of a^i over its tokens i, and behind all of it,
+  with probability a^length, as many drafts as usual.
 
   Args:
-    recent: of the request.
-    hoped: `expected_drafts` of the step.
+    agreement: share of tokens at which level 1 and the exact pass agree.
+    drafts: of the step, those that are expected to be accepted.
+    usual: of a step of this request.
   """
-  rate = (recent.accepted + 1) / (recent.expected + 1)
-  drafts = rate * hoped
-  usual = (recent.accepted + drafts) / (recent.steps + 1)
-  agreement = (recent.agreed + DOUBT) / (recent.judged + DOUBT)
   a = jnp.minimum(agreement, 1 - 1e-6)
   length = drafts + 1
   survives = a**length
   trunk = a * (1 - survives) / (1 - a)
   return length, 1 + trunk + survives * usual
+
+
+def pays(
+  recent: Recent,
+  hoped: Float[Array, ""],
+  left: Float[Array, ""],
+  plan: Plan,
+) -> Bool[Array, ""]:
+  """Whether the tokens that a second level adds are worth its time.
+
+  Worth what the same time gives in the request's usual steps, of the better
+  kind. (Not what it gives in a step like this one: where drafts are poor a
+  second level looks good beside them, and the step after this one better.)
+
+  Args:
+    recent: of the request.
+    hoped: `expected_drafts` of the step.
+    left: tokens that may still be emitted.
+    plan: step times.
+  """
+  drafts = (recent.accepted + 1) / (recent.expected + 1) * hoped
+  usual = (recent.accepted + drafts) / (recent.steps + 1)
+  agreement = (recent.agreed + DOUBT) / (recent.judged + DOUBT)
+  one, two = expected_tokens(agreement, drafts, usual)
+  usual_one, usual_two = expected_tokens(agreement, usual, usual)
+  speed = jnp.maximum(usual_one / plan.one, usual_two / plan.two)
+  more = jnp.minimum(two, left) - jnp.minimum(one, left)
+  return more > speed * (plan.two - plan.one)
 
 
 def composed(
@@ -270,11 +295,8 @@ class TwoLevel:
     if not self.auto:
       return some if self.variable else None
     hoped = self._expected(step, carry, request, lattice)
-    one, two = expected_tokens(carry.schedule, hoped)
     left = carry.remaining.astype(jnp.float32)
-    one, two = jnp.minimum(one, left), jnp.minimum(two, left)
-    plan = request.plan
-    return some & (two * plan.one > one * plan.two)
+    return some & pays(carry.schedule, hoped, left, request.plan)
 
   def _expected(self, step, carry, request, lattice):
     first = draft_lib.chain(

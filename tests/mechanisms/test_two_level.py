@@ -197,20 +197,51 @@ class PolicyTest(parameterized.TestCase):
   @parameterized.parameters(0.5, 0.9, 0.97, 1.0)
   def test_expected_tokens(self, agreement):
     """Against a simulation of what the formula says."""
-    many = recent(1e6, 4e6, 6e6, 1e7, agreement * 1e7)
-    one, two = two_level.expected_tokens(many, jnp.asarray(4.0))
-    # 4 hoped for make 6 drafts; a trunk of 7; usually 6 go on behind it.
-    self.assertAlmostEqual(float(one), 7, places=3)
+    one, two = two_level.expected_tokens(
+      *(jnp.asarray(x) for x in (agreement, 6.0, 5.0))
+    )
+    self.assertAlmostEqual(float(one), 7, places=4)
     rng = np.random.default_rng(0)
     agrees = rng.random((200_000, 7)) < agreement
     followed = np.cumprod(agrees, axis=1).sum(axis=1)
-    emitted = 1 + followed + 6 * (followed == 7)
+    emitted = 1 + followed + 5 * (followed == 7)
     self.assertAlmostEqual(float(two), emitted.mean(), delta=0.05)
 
+  def pays(self, ratio, hoped=5.0, left=1e3, **sums):
+    return bool(
+      two_level.pays(
+        recent(**sums),
+        jnp.asarray(hoped),
+        jnp.asarray(left),
+        two_level.Plan.of(1.0, ratio),
+      )
+    )
+
   def test_a_request_starts_with_trust(self):
-    one, two = two_level.expected_tokens(recent(), jnp.asarray(5.0))
-    self.assertAlmostEqual(float(one), 6, places=4)
-    self.assertAlmostEqual(float(two), 12, places=3)
+    """With perfect agreement a second level is a step in itself."""
+    for hoped in (0.1, 5.0):
+      self.assertTrue(self.pays(1.95, hoped))
+      self.assertFalse(self.pays(2.05, hoped))
+
+  @parameterized.parameters(0.85, 0.9, 0.97)
+  def test_usual_steps_pay_from_the_break_even_on(self, agreement):
+    sums = dict(
+      steps=1e5, expected=8e5, accepted=5e5, judged=1e6, agreed=agreement * 1e6
+    )
+    one, two = two_level.expected_tokens(
+      *(jnp.asarray(x) for x in (agreement, 5.0, 5.0))
+    )
+    even = float(two / one)
+    # Five of eight hoped for are accepted.
+    self.assertTrue(self.pays(even - 0.01, 8.0, **sums))
+    self.assertFalse(self.pays(even + 0.01, 8.0, **sums))
+    # A longer trunk is likelier to break.
+    self.assertFalse(self.pays(even - 0.01, 16.0, **sums))
+    self.assertTrue(self.pays(even + 0.01, 4.0, **sums))
+
+  def test_nothing_pays_at_the_end(self):
+    self.assertFalse(self.pays(1.2, left=6.0))
+    self.assertTrue(self.pays(1.2, left=12.0))
 
   @parameterized.parameters(
     ("one_us", 0.0), ("one_us", float("nan")), ("two_us", -1.0)

@@ -44,10 +44,9 @@ class BreakEvenTest(parameterized.TestCase):
   @parameterized.parameters(0.8, 0.97, 1.0)
   def test_tau_ratio(self, agreement):
     """Beside what `auto` expects of a request that was always like this."""
-    many = 1e6
-    sums = (many, 5 * many, 5 * many, many, agreement * many)
-    recent = mechanism.Recent(*(jnp.asarray(x, jnp.float32) for x in sums))
-    one, two = mechanism.expected_tokens(recent, jnp.asarray(5.0))
+    one, two = mechanism.expected_tokens(
+      *(jnp.asarray(x) for x in (agreement, 5.0, 5.0))
+    )
     ratio = two_level.tau_ratio(agreement, 5)
     self.assertAlmostEqual(ratio, float(two) / float(one), places=2)
 
@@ -134,11 +133,15 @@ class ReplayTest(kit.Float64TestCase):
       self.assertEqual(followed.emitted, (real.metrics.emitted_per_step,))
       steps += real.metrics.num_steps
     agreement = two_level.recorded_agreement(recordings)
-    self.assertEqual(agreement.tokens, sum(map(len, recordings)))
-    self.assertTrue(0.5 < agreement.per_token < 1)
+    self.assertEqual(agreement["tokens"], sum(map(len, recordings)))
+    by_depth = agreement["agreement_by_depth"]
+    self.assertLen(by_depth, drafter.num_slots + 1)
+    self.assertEqual(by_depth[0], agreement["agreement"])
+    for share in by_depth:
+      self.assertTrue(0.5 < share < 1)
     note(
       f"replay of two levels, {self._testMethodName}: {steps} steps of real"
-      f" runs, all repeated; the view agrees at {agreement.per_token:.1%}"
+      f" runs, all repeated; {two_level.describe(agreement)}"
     )
     with tempfile.TemporaryDirectory() as folder:
       path = pathlib.Path(folder) / lattices.LATTICES
