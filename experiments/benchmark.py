@@ -35,7 +35,7 @@ from experiments.cost_model import model as cost_model
 from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
 from specpilot_jax.checkpoints import widened
-from specpilot_jax.configs import SystemConfig
+from specpilot_jax.configs import TWO_LEVEL, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
@@ -122,6 +122,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       drafter=drafter,
       tokenizer=model.tokenizer,
       system=system,
+      schedule=registry.schedule(system, target, drafter),
       max_seq_len=room,
       prefill_chunk=settings.prefill_chunk,
     )
@@ -135,6 +136,9 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       max_seq_len=room,
       prefill_chunk=settings.prefill_chunk,
       candidate=settings.options,
+      two_levels=any(
+        settings.system(n).verification == TWO_LEVEL for n in settings.systems
+      ),
     )
     measure.check(subject)
   engines = {name: engine(name) for name in settings.systems}

@@ -176,17 +176,20 @@ def bits(code: Int[Array, "..."], base: Int[Array, "..."]) -> Array:
   return ((sign << 15) | jnp.where(exponent > 0, normal, 0)).astype(jnp.uint16)
 
 
-def codes(w: W12Array, *, view: bool = False) -> Int32[Array, "R I"]:
+def codes(
+  w: W12Array, *, view: bool = False, midpoint: bool = True
+) -> Int32[Array, "R I"]:
   """The 12-bit codes of all rows, those that pad included.
 
   Args:
-    view: the view's, with the midpoint as lower mantissa bits.
+    view: the view's.
+    midpoint: its lower mantissa bits are the midpoint; otherwise zeros.
   """
   w = untile(w)
   high = [x.astype(jnp.int32) for x in (w.view01, w.view23)]
   byte = jnp.concatenate([y for x in high for y in (x & 255, x >> 8)])
   if view:
-    low = MIDPOINT
+    low = MIDPOINT if midpoint else 0
   else:
     parts = w.low.astype(jnp.int32)
     low = jnp.concatenate([(parts >> (4 * i)) & 15 for i in range(4)])
@@ -203,12 +206,20 @@ def decode(w: W12Array) -> BFloat16[Array, "O I"]:
   return lax.bitcast_convert_type(dense[: w.shape[0]], jnp.bfloat16)
 
 
-def decode_view(w: W12Array) -> BFloat16[Array, "O I"]:
-  """The view's matrix: outside the window, 2^(base - 131) of either sign."""
-  code, base = codes(w, view=True), w.base[:, None].astype(jnp.int32)
+def decode_view(
+  w: W12Array, *, midpoint: bool = True
+) -> BFloat16[Array, "O I"]:
+  """The view's matrix: outside the window, 2^(base - 131) of either sign.
+
+  Args:
+    midpoint: see `MIDPOINT`; without it weights are cut off, and those outside
+      the window are zeros.
+  """
+  code = codes(w, view=True, midpoint=midpoint)
+  base = w.base[:, None].astype(jnp.int32)
   # Below base 5 that is a subnormal number, in units of 2^-133.
   least = jnp.where(base < 5, 1 << jnp.minimum(base + 2, 6), (base - 4) << 7)
-  least = ((code >> 11) << 15) | least
+  least = ((code >> 11) << 15) | (least if midpoint else 0)
   dense = jnp.where((code >> 7) & 15 > 0, bits(code, base), least)
   dense = dense.astype(jnp.uint16)
   return lax.bitcast_convert_type(dense[: w.shape[0]], jnp.bfloat16)

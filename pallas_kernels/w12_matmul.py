@@ -124,6 +124,7 @@ def matmul(
   *,
   out_dtype=None,
   view: bool = False,
+  midpoint: bool = True,
   implementation: dispatch.Implementation = "reference",
   tile: Tile | None = None,
   expanded: Array | None = None,
@@ -134,6 +135,7 @@ def matmul(
     w: the kernel takes planes in tiles.
     out_dtype: of x unless given.
     view: multiplies the 8-bit view instead of the matrix.
+    midpoint: of the view, see `w12_array.decode_view`.
     implementation: the kernel takes bfloat16 rows; more than `MAX_ROWS` are
       multiplied with the decoded matrix.
     tile: of the kernel, instead of the one in the table.
@@ -144,7 +146,9 @@ def matmul(
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
   if implementation == "reference" or n > MAX_ROWS:
-    dense = w12_array.decode_view(w) if view else w12_array.decode(w)
+    dense = w12_array.decode(w)
+    if view:
+      dense = w12_array.decode_view(w, midpoint=midpoint)
     return jnp.einsum(
       "ni,oi->no",
       x,
@@ -152,10 +156,14 @@ def matmul(
       precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=out_dtype,
     )
-  return _matmul_kernel(x, w, out_dtype, view, implementation, tile, expanded)
+  return _matmul_kernel(
+    x, w, out_dtype, view, implementation, tile, expanded, midpoint
+  )
 
 
-def _matmul_kernel(x, w, out_dtype, view, implementation, tile, expanded):
+def _matmul_kernel(
+  x, w, out_dtype, view, implementation, tile, expanded, midpoint
+):
   """Two launches: what programs sum up, then all that is left to do."""
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
@@ -189,6 +197,7 @@ def _matmul_kernel(x, w, out_dtype, view, implementation, tile, expanded):
       padded=rows_of(n),
       assembly=implementation == "triton",
       transpose=not view,
+      filled=w12_array.MIDPOINT if midpoint else 0,
     ),
     grid=(shares.programs,),
     in_specs=[anywhere] * (2 + len(planes)),
@@ -230,7 +239,9 @@ def rows_of(n: int) -> int:
   return max(8, 1 << (n - 1).bit_length())
 
 
-def _stream(x_ref, base_ref, *refs, shares, tile, padded, assembly, transpose):
+def _stream(
+  x_ref, base_ref, *refs, shares, tile, padded, assembly, transpose, filled
+):
   """Sums up a program's share: four times `lanes` rows at a time.
 
   Where lists are to be applied, the columns of x are written as rows too.
@@ -248,7 +259,7 @@ def _stream(x_ref, base_ref, *refs, shares, tile, padded, assembly, transpose):
       x_ref, base_ref, plane_refs, out_refs[0], first + i,
       jnp.maximum(begin - start, 0), jnp.minimum(end - start, shares.steps),
       program - shares.first_owner(first + i),
-      tile=tile, padded=padded, assembly=assembly,
+      tile=tile, padded=padded, assembly=assembly, filled=filled,
     )  # fmt: skip
 
   lax.fori_loop(0, (end - 1) // shares.steps - first + 1, group, None)
@@ -265,7 +276,7 @@ def _stream(x_ref, base_ref, *refs, shares, tile, padded, assembly, transpose):
 
 def _stream_group(
   x_ref, base_ref, plane_refs, out_ref, group, begin, end, part,
-  *, tile, padded, assembly,
+  *, tile, padded, assembly, filled,
 ):  # fmt: skip
   """Sums up steps `begin` to `end` - 1 of a group of lanes."""
   size = base_ref.shape[0] // 4
@@ -283,7 +294,7 @@ def _stream_group(
     else:
       loaded = [ref[at] for ref in plane_refs]
       unpack = _unpack_assembly if assembly else _unpack
-      weights = [unpack(q, *loaded) for q in range(4)]
+      weights = [unpack(q, *loaded, filled=filled) for q in range(4)]
     return [
       total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
       for total, weight in zip(totals, weights, strict=True)
@@ -404,10 +415,14 @@ def _listed(
   return lax.fori_loop(0, pl.cdiv(last - first, entries), step, zeros)
 
 
-def _unpack(q, *parts):
-  """Row q of every lane times 2^(113 - base), bfloat16."""
+def _unpack(q, *parts, filled=w12_array.MIDPOINT):
+  """Row q of every lane times 2^(113 - base), bfloat16.
+
+  Args:
+    filled: lower mantissa bits of the view.
+  """
   byte = parts[q // 2].astype(jnp.int32) >> (8 * (q % 2))
-  low = w12_array.MIDPOINT
+  low = filled
   if len(parts) == 3:
     low = (parts[2].astype(jnp.int32) >> (4 * q)) & 15
   sign, field, mantissa = byte & 128, (byte >> 3) & 15, (byte & 7) << 4 | low
@@ -421,7 +436,7 @@ def _unpack(q, *parts):
   return jnp.where(field > 0, normal, least.astype(jnp.bfloat16))
 
 
-def _unpack_assembly(q, *parts):
+def _unpack_assembly(q, *parts, filled=w12_array.MIDPOINT):
   """The same for two lanes at a time."""
   pair, low = parts[q // 2], parts[2:]
   # Everything but the sign in place in a, the sign in b.
@@ -443,7 +458,7 @@ def _unpack_assembly(q, *parts):
     # Taken by the mask: sign where it is set, a elsewhere.
     lines.append(f"lop3.b32 a, {sign}, a, 0x80008000, 0xe4;")
     lines.append("mov.b32 b, 0x87f087f0;")
-    lines.append("lop3.b32 a, a, b, 0x00080008, 0xea;")
+    lines.append(f"lop3.b32 a, a, b, {filled << 16 | filled:#010x}, 0xea;")
   lines.append("mov.b32 b, 0x77807780;")  # 2^112, twice.
   lines.append("mul.rn.bf16x2 $0, a, b;")
   body = " ".join(lines)

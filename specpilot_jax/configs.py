@@ -126,6 +126,8 @@ class ModelConfig:
 ACCEPTANCE_RULES = ("match", "rejection")
 WEIGHTS = ("bf16", "w12")
 TREES = CHAIN, BEST_FIRST, MARGINAL = ("chain", "best_first", "marginal")
+VERIFICATIONS = ONE_LEVEL, TWO_LEVEL, AUTO = ("one_level", "two_level", "auto")
+VIEWS = ("midpoint", "truncated", "scaled")
 
 MAX_NODES = 128
 """Nodes of a verify pass at most."""
@@ -152,6 +154,14 @@ class SystemConfig:
     tree_depth: drafts of a path at most; None is all that the drafter offers.
     weights: `bf16` holds matrices as they were built; `w12` in 12 bits,
       without changing a bit of them.
+    verification: `one_level` is one exact pass over the drafts; `two_level`
+      looks at them with the 8-bit view of the weights first, drafts on from
+      there, and gives all to the exact pass; `auto` does so in steps where it
+      is expected to pay.
+    level_one_passes: passes with the view at most, each over what the one
+      before it and the drafter made of the drafts.
+    view: what the view says of the mantissa bits that it cuts off: the
+      `midpoint`, nothing (`truncated`), or nothing and products `scaled` up.
   """
 
   acceptance: str = "match"
@@ -160,12 +170,17 @@ class SystemConfig:
   node_budget: int | None = None
   tree_depth: int | None = None
   weights: str = "bf16"
+  verification: str = ONE_LEVEL
+  level_one_passes: int = 1
+  view: str = VIEWS[0]
 
   def __post_init__(self):
     for name, known in (
       ("weights", WEIGHTS),
       ("acceptance", ACCEPTANCE_RULES),
       ("tree", TREES),
+      ("verification", VERIFICATIONS),
+      ("view", VIEWS),
     ):
       value = getattr(self, name)
       if value not in known:
@@ -176,9 +191,10 @@ class SystemConfig:
       ("num_drafts", " (drafter=none decodes without drafts)"),
       ("node_budget", ""),
       ("tree_depth", ""),
+      ("level_one_passes", ""),
     ):
       value = getattr(self, name)
-      if value is None:
+      if value is None and name != "level_one_passes":
         continue
       if not is_integer(value):
         raise SpecPilotError(
@@ -195,12 +211,24 @@ class SystemConfig:
     """Refuses requests that a system does not decode.
 
     Raises:
-      SpecPilotError: rejection sampling of a tree: its law holds for chains.
+      SpecPilotError: rejection sampling of a tree, or of drafts that a coarser
+        pass chose: its law holds for a drafter's chains.
     """
     if self.acceptance == "rejection" and self.tree != CHAIN and temperature:
       raise SpecPilotError(
         f"acceptance=rejection at temperature {temperature:g} is for chains,"
         f" not for tree={self.tree}; acceptance=match takes any tree"
+      )
+    if (
+      self.acceptance == "rejection"
+      and self.verification != ONE_LEVEL
+      and temperature
+    ):
+      # The view's choices are not drawn from a law that could be rejected.
+      raise SpecPilotError(
+        f"acceptance=rejection at temperature {temperature:g} is for"
+        f" verification={ONE_LEVEL}, not for {self.verification};"
+        " acceptance=match takes any"
       )
 
 

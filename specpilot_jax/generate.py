@@ -82,6 +82,7 @@ def main() -> None:
     drafter=drafter,
     tokenizer=model.tokenizer,
     system=system,
+    schedule=registry.schedule(system, target, drafter),
     max_seq_len=loading.sequence_room(
       model.config, len(prompt_ids), sampling.max_tokens
     ),

@@ -5,13 +5,14 @@ a node: a tree has the rows of its envelope. Between measured numbers of rows
 times are interpolated; beyond them nothing is said.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.cost_model import replay
+from experiments.cost_model import replay, two_level
 from experiments.cost_model.lattices import Recording
 from specpilot_jax import configs
 from specpilot_jax.configs import SystemConfig
@@ -33,31 +34,40 @@ GIVEN = "given"
 Entry = dict[str, Any]
 
 
-def policy_of(
-  system: SystemConfig, slots: int
-) -> tuple[Policy, replay.Chain | replay.BestFirst]:
+def policy_of(system: SystemConfig, slots: int) -> tuple[Policy, replay.Policy]:
   """What a system verifies of a lattice, and its replay.
+
+  Of two levels the policy is that of the drafts, the rows those of the exact
+  pass.
 
   Raises:
     SpecPilotError: a limit beyond the drafter's slots.
   """
   policy = Policy.of_slots(system, slots, "of the recorded lattices")
+  drafts: replay.Chain | replay.BestFirst
   if policy.tree == configs.CHAIN:
-    return policy, replay.Chain(policy.nodes - 1)
-  return policy, replay.BestFirst(
-    policy.nodes,
-    depth=policy.path - 1,
-    blind=policy.tree == configs.MARGINAL,
-  )
+    drafts = replay.Chain(policy.nodes - 1)
+  else:
+    drafts = replay.BestFirst(
+      policy.nodes,
+      depth=policy.path - 1,
+      blind=policy.tree == configs.MARGINAL,
+    )
+  if system.verification == configs.ONE_LEVEL:
+    return policy, drafts
+  followed = two_level.TwoLevel(policy, drafts)
+  return dataclasses.replace(policy, rows=followed.nodes), followed
 
 
 def label(system: SystemConfig, slots: int) -> str:
   """A policy in words."""
   policy, _ = policy_of(system, slots)
+  two = system.verification != configs.ONE_LEVEL
+  levels = " in two levels (approximated)" if two else ""
   if policy.tree == configs.CHAIN:
-    return f"a chain of {policy.nodes - 1}"
+    return f"a chain of {policy.nodes - 1}{levels}"
   depth = "" if system.tree_depth is None else f", {policy.path - 1} deep"
-  return f"a {policy.tree} tree of {policy.nodes} nodes{depth}"
+  return f"a {policy.tree} tree of {policy.nodes} nodes{depth}{levels}"
 
 
 def curves(
@@ -157,6 +167,7 @@ def measured_times(
 
   Args:
     systems: `weights`, `rows` and `step_us` of each; None where there is none.
+      Steps of two levels are none: they say nothing of a pass.
   """
   found: dict[str, dict[int, list[float]]] = {}
   for system in systems:

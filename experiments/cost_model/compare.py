@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import metrics
-from experiments.cost_model import budgets, replay
+from experiments.cost_model import budgets, replay, two_level
 from experiments.cost_model.lattices import Recording
-from specpilot_jax.configs import SystemConfig
+from specpilot_jax.configs import ONE_LEVEL, SystemConfig
 from specpilot_jax.mechanisms import registry
 
 TAU_AGREES = 0.01
@@ -25,7 +25,8 @@ _SAME = ("prompt_ids", "sampling", "target", "drafter")
 
 
 def system_of(record: Record) -> SystemConfig | None:
-  """The system that decoded a record; None for one that replay cannot follow.
+  """The system that decoded a record; None for one that replay cannot follow:
+  rejection sampling, and two levels whose choices depend on the clock.
 
   Args:
     record: one of its requests.
@@ -39,7 +40,9 @@ def system_of(record: Record) -> SystemConfig | None:
   if not record["sampling"]["temperature"]:
     values.pop("acceptance", None)  # Greedy decoding has one rule.
   system = SystemConfig(**values)
-  return system if system.acceptance == "match" else None
+  one = system.verification == ONE_LEVEL
+  known = system.acceptance == "match" and (one or two_level.follows(system))
+  return system if known else None
 
 
 def wall_step_us(records: Sequence[Record]) -> float | None:
@@ -70,6 +73,7 @@ def compare(
 
   Returns:
     `policy` in words, `tree`, `nodes` and `rows` of its passes, `weights`,
+    `verification`,
     `step_us` measured; `tau` replayed and `tau_measured` over all `requests`
     and, in `same_output`, over those whose outputs agree, where
     `steps_agreeing` of `steps` real steps are repeated too. None where replay
@@ -90,6 +94,8 @@ def compare(
     found = system_of(record)
     if found is None:
       return None
+    if found.verification != ONE_LEVEL and recording.level_one is None:
+      return None
     pairs.append((recording, record))
   if not pairs or found is None:
     return None
@@ -107,6 +113,7 @@ def compare(
     "nodes": shape.nodes,
     "rows": shape.rows,
     "weights": found.weights,
+    "verification": found.verification,
     "step_us": wall_step_us([record for _, record in pairs]),
     **_figures(pairs, policy),
   }

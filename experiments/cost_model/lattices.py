@@ -44,6 +44,9 @@ class Recording:
     counts: slots that hold a draft [n], int16.
     limit: tokens that the request might emit at most. Near it a pass has no
       path behind it, and nodes to spare for siblings. 0 where it is not known.
+    level_one: whether the 8-bit view, run over the output from the exact state
+      at i, chooses output[i + k], bool [n, depths]; False behind the output's
+      end. None where it was not recorded.
   """
 
   request: str
@@ -55,6 +58,7 @@ class Recording:
   order: np.ndarray | None
   counts: np.ndarray
   limit: int = 0
+  level_one: np.ndarray | None = None
 
   def __post_init__(self):
     def require(good, what):
@@ -80,6 +84,11 @@ class Recording:
       self.counts.shape == (n,)
       and ((self.counts >= 0) & (self.counts <= slots)).all(),
       "counts that are no numbers of slots",
+    )
+    require(
+      self.level_one is None
+      or (self.level_one.ndim == 2 and self.level_one.shape[0] == n),
+      "level 1's choices are not one row per position",
     )
 
   def __len__(self) -> int:
@@ -150,6 +159,9 @@ def save(path: Path, recordings: Sequence[Recording]) -> None:
     arrays["order"] = np.concatenate(
       [r.order for r in recordings if r.order is not None]
     )
+  known = [r.level_one for r in recordings if r.level_one is not None]
+  if len(known) == len(recordings):
+    arrays["level_one"] = np.concatenate(known)
   # In memory first: a run records tens of megabytes.
   buffer = io.BytesIO()
   np.savez_compressed(buffer, **arrays)  # pyrefly: ignore[bad-argument-type]
@@ -206,4 +218,5 @@ def _split(arrays: dict[str, np.ndarray]) -> Iterator[Recording]:
       order=arrays["order"][part] if "order" in arrays else None,
       counts=arrays["counts"][part],
       limit=int(limits[i]),
+      level_one=arrays["level_one"][part] if "level_one" in arrays else None,
     )

@@ -26,6 +26,7 @@ from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import two_level
 from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.target import Target
 
@@ -48,6 +49,8 @@ class Subject:
     sampling: of the requests.
     max_seq_len, prefill_chunk: of the engines.
     candidate: a system whose step is measured too; None without one.
+    two_levels: whether some system verifies in two levels, so that level 1's
+      choices are recorded.
   """
 
   target: Target
@@ -56,6 +59,7 @@ class Subject:
   max_seq_len: int
   prefill_chunk: int
   candidate: SystemConfig | None = None
+  two_levels: bool = False
 
   @property
   def models(self) -> floors.Models:
@@ -80,19 +84,25 @@ class Subject:
       prefill_chunk=self.prefill_chunk,
       features=Features.of(self.sampling),
       system=self.candidate if name == CANDIDATE else None,
+      coarse=(
+        two_level.coarse_target(self.target, SystemConfig().view)
+        if self.two_levels and name == STOCK
+        else None
+      ),
     )
 
   def profiled(self, records: Mapping[str, Any]) -> list[str]:
     """Systems whose steps are measured, of those that have records.
 
-    Floors are counted for weights as stock holds them, and chains are those of
-    the matching rule: a candidate with others is left out.
+    Floors are counted for weights as stock holds them and for one pass a step,
+    and chains are those of the matching rule: a candidate with others is left
+    out.
     """
     names = [AR, STOCK]
     own = self.candidate
     if own is not None and all(
       getattr(own, field) == getattr(SystemConfig(), field)
-      for field in ("weights", "acceptance")
+      for field in ("weights", "acceptance", "verification")
     ):
       names.append(CANDIDATE)
     return [name for name in names if records.get(name)]

@@ -17,6 +17,7 @@ from experiments.cost_model import (
   kernels,
   lattices,
   replay,
+  two_level,
 )
 from experiments.settings import AR, STOCK
 from specpilot_jax import configs
@@ -197,6 +198,11 @@ def _compute(profile, records, recordings, real, given_us) -> dict[str, Any]:
     compare.compare(name, members, by_id, recordings)
     for name, members in real.items()
   )
+  replayed["level_one"] = (
+    None
+    if any(r.level_one is None for r in straight)
+    else two_level.recorded_agreement(straight)
+  )
   replayed["of_loops"] = all(r.looped for r in recordings)
   replayed["real_runs"] = [run for run in runs if run is not None]
   policies = replayed["policies"]
@@ -211,7 +217,11 @@ def _compute(profile, records, recordings, real, given_us) -> dict[str, Any]:
         "rows": stock.nodes,
         "step_us": compare.wall_step_us(chosen),
       },
-      *replayed["real_runs"],
+      *(
+        run
+        for run in replayed["real_runs"]
+        if run["verification"] == configs.ONE_LEVEL
+      ),
     ]
   )
   if given_us:

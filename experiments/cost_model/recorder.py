@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments import metrics
+from experiments import metrics, results
 from experiments.cost_model import lattices
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding import draft as draft_lib
@@ -37,6 +37,8 @@ class Session:
     prefill_chunk: prompt tokens per pass.
     features: what the step must be able to do.
     system: how a step decodes; a chain of the drafter's block by default.
+    coarse: the target that level 1 of two-level verification runs; its choices
+      are recorded then.
   """
 
   def __init__(
@@ -48,12 +50,16 @@ class Session:
     prefill_chunk: int,
     features: sampling_lib.Features,
     system: SystemConfig | None = None,
+    coarse: Target | None = None,
   ):
     graphdef, params = nnx.split(target)
     self.target = target
     self.drafter = drafter
     own = drafter.params if drafter else ()
-    self.params: Any = step_lib.Params.of(params, own)
+    self._coarse, coarse_params = None, ()
+    if coarse is not None:
+      self._coarse, coarse_params = nnx.split(coarse)
+    self.params: Any = step_lib.Params.of(params, own, coarse_params)
     system = SystemConfig() if system is None else system
     self.policy = policy = Policy.of(system, drafter)
     self.max_seq_len = max_seq_len
@@ -72,6 +78,12 @@ class Session:
     self.prefill = jax.jit(self.fns.prefill, donate_argnums=1)
     self.step = jax.jit(self.fns.step, donate_argnums=1)
     self._record = jax.jit(self._record_pass, donate_argnums=1)
+
+  @property
+  def depths(self) -> int:
+    """Tokens behind a commit at which level 1's choices are recorded: those of
+    the longest trunk."""
+    return 1 + (self.drafter.num_slots if self.drafter else 0)
 
   def request(self, sampling: sampling_lib.SamplingParams) -> step_lib.Request:
     """Settings of a request that no stop id ends."""
@@ -110,21 +122,24 @@ class Session:
       chunk[: len(part)] = part
       yield chunk, np.int32(len(part))
 
-  def _record_pass(self, params, carry, tokens, count, emitted):
+  def _record_pass(self, params, carry, ahead, count, emitted, request):
     """The lattices before and inside one pass of the run, then its commit.
 
     Args:
-      tokens: the anchor and what follows it [nodes of a path].
-      count: those that are known.
+      ahead: the anchor and what follows it, enough for level 1 to go on from
+        the last of the pass.
+      count: nodes of the pass that are known.
       emitted: tokens that the pass committed.
+      request: the noise of level 1's choices.
 
     Returns:
-      The carry behind the pass; lattices stacked over `tokens`, those of the
-      first `emitted` filled in.
+      The carry behind the pass; lattices, and level 1's choices where they are
+      recorded, stacked over the nodes, those of the first `emitted` filled in.
     """
     drafter = self.drafter
     assert drafter is not None
     model = nnx.merge(self.fns.graphdef, params[0])
+    tokens = ahead[: self.policy.path]
     nodes = state_lib.run_of(tokens, count, prefill=False)
     out = model(nodes, carry.target, drafter.taps)
     start = carry.target.length
@@ -137,15 +152,32 @@ class Session:
     def draft(i):
       return drafter.draft(params[1], context(i), tokens[i], start + i)
 
-    def row(i, recorded):
-      return jax.tree.map(lambda x, one: x.at[i].set(one), recorded, draft(i))
+    def choices(i):
+      """What level 1 chooses along the output, from the exact state at i."""
+      if self._coarse is None:
+        return ()
+      state = commit(carry.target, out.stash, path, i)
+      run = jax.lax.dynamic_slice_in_dim(ahead, i, self.depths)
+      exact = dataclasses.replace(carry, target=state)
+      return self.fns.choices(
+        nnx.merge(self._coarse, params[2]),
+        exact,
+        request,
+        state_lib.run_of(run, self.depths, prefill=False),
+      )
 
-    shapes = jax.eval_shape(draft, jnp.zeros((), jnp.int32))
+    def both(i):
+      return draft(i), choices(i)
+
+    def row(i, recorded):
+      return jax.tree.map(lambda x, one: x.at[i].set(one), recorded, both(i))
+
+    path = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    shapes = jax.eval_shape(both, jnp.zeros((), jnp.int32))
     empty = jax.tree.map(
       lambda x: jnp.zeros((tokens.shape[0], *x.shape), x.dtype), shapes
     )
     recorded = jax.lax.fori_loop(0, emitted, row, empty)
-    path = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     carry = dataclasses.replace(
       carry,
       target=commit(carry.target, out.stash, path, emitted),
@@ -162,6 +194,7 @@ class Session:
     *,
     looped: bool,
     max_tokens: int | None = None,
+    sampling: sampling_lib.SamplingParams | None = None,
   ) -> lattices.Recording:
     """The lattices along an output, on the host.
 
@@ -169,6 +202,7 @@ class Session:
       emitted: tokens of each pass of the run that wrote the output.
       looped: whether the output ended as a loop.
       max_tokens: that the request asked for; None where it is not known.
+      sampling: how it was drawn; greedy by default.
 
     Raises:
       SpecPilotError: passes that do not make up the output, or one of more
@@ -183,16 +217,35 @@ class Session:
     carry = self.start(prompt)
     # The drafter never sees the last token: nothing is drafted after it.
     known = np.asarray([prompt[-1], *output[:-1]], np.int32)
-    parts, at = [], 0
+    request_of = self.request(sampling or sampling_lib.SamplingParams())
+    rows, at = [], 0
+    room = size + self.depths
     for taken in emitted:
-      part = known[at : at + size]
-      tokens = np.pad(part, (0, size - part.size))
-      carry, lattice = self._record(
-        self.params, carry, tokens, np.int32(part.size), np.int32(taken)
+      ahead = known[at : at + room]
+      count = min(size, ahead.size)
+      carry, found = self._record(
+        self.params,
+        carry,
+        np.pad(ahead, (0, room - ahead.size)),
+        np.int32(count),
+        np.int32(taken),
+        request_of,
       )
-      parts.append(jax.tree.map(lambda x, n=taken: x[:n], lattice))
+      rows.append(jax.tree.map(lambda x, n=taken: x[:n], found))
       at += taken
-    parts = jax.device_get(parts)
+    rows = jax.device_get(rows)
+    parts = [lattice for lattice, _ in rows]
+    level_one = None
+    if self._coarse is not None:
+      chosen = np.concatenate([choices for _, choices in rows])
+      # No id is negative.
+      padded = np.pad(output, (0, self.depths), constant_values=-1)
+      level_one = (
+        chosen
+        == np.lib.stride_tricks.sliding_window_view(padded, self.depths)[
+          : len(output)
+        ]
+      )
     tokens, scores, order = lattices.rank(
       np.concatenate([p.tokens for p in parts]),
       np.concatenate([p.scores for p in parts]),
@@ -208,6 +261,7 @@ class Session:
       order=order,
       counts=np.concatenate([p.count for p in parts]).astype(np.int16),
       limit=min(max_tokens or 0, self.max_seq_len - len(prompt)),
+      level_one=level_one,
     )
 
 
@@ -243,6 +297,7 @@ def record_all(
         record["metrics"]["emitted_per_step"],
         looped=record["finish_reason"] == metrics.LOOP,
         max_tokens=record["sampling"]["max_tokens"],
+        sampling=results.sampling_of(record),
       )
     )
     progress(f"{record['request']}: {len(record['output_ids'])} positions")

@@ -6,7 +6,7 @@ from typing import Any
 from experiments import plots
 from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
-from experiments.cost_model import budgets, compare
+from experiments.cost_model import budgets, compare, two_level
 from experiments.cost_model import model as model_lib
 from experiments.settings import STOCK
 from specpilot_jax import configs
@@ -63,6 +63,8 @@ def lines(model: Mapping[str, Any]) -> list[str]:
     f"replay of stock: {stock['steps_agreeing']} of {stock['steps']} steps, tau"
     f" {stock['tau']:.3f}, measured {stock['tau_measured']:.3f}"
   )
+  if model["replay"].get("level_one"):
+    out.append(two_level.describe(model["replay"]["level_one"]))
   out += [compare.describe(run) for run in model["replay"]["real_runs"]]
   out += [
     budgets.describe(source, found)

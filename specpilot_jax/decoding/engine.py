@@ -14,7 +14,7 @@ from flax import nnx
 
 from specpilot_jax import compilation
 from specpilot_jax import kernels as kernels_lib
-from specpilot_jax.configs import SystemConfig
+from specpilot_jax.configs import ONE_LEVEL, SystemConfig
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding import stops
@@ -27,6 +27,7 @@ from specpilot_jax.decoding.request import (
   TokenScores,
 )
 from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.decoding.schedule import Schedule
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import layers
 from specpilot_jax.models import state as state_lib
@@ -66,6 +67,8 @@ class StepResult:
   accepted: int
   stopped: bool
   exhausted: bool
+  trunk: int
+  confirmed: int
 
 
 class Engine:
@@ -79,6 +82,7 @@ class Engine:
     drafter: see `decoding.draft.Drafter`.
     tokenizer: for text in the results, stop strings and streaming.
     system: mechanisms; stock by default.
+    schedule: what precedes the exact pass, where the system wants something.
     max_seq_len: prompt plus output tokens at most; the model's context length
       by default. Memory is reserved for it.
     prefill_chunk: prompt tokens per pass.
@@ -96,6 +100,7 @@ class Engine:
     drafter: Drafter | None = None,
     tokenizer: Tokenizer | None = None,
     system: SystemConfig | None = None,
+    schedule: Schedule | None = None,
     max_seq_len: int | None = None,
     prefill_chunk: int = 64,
     host_lag: int | None = None,
@@ -121,19 +126,31 @@ class Engine:
     self.prefill_chunk = prefill_chunk = min(prefill_chunk, max_seq_len)
     self.policy = policy = Policy.of(system, drafter)
     self._limits = policy.limits()
+    if (schedule is None) != (system.verification == ONE_LEVEL):
+      raise SpecPilotError(
+        f"verification={system.verification} is to run"
+        f" {'with' if schedule is None else 'without'} a schedule of passes"
+      )
+    self.schedule = schedule
+    self._plan: Any = None  # asked for before the first request
+    widest = policy if schedule is None else schedule
     kernels_lib.check_passes(
       target.kernels,
-      policy.rows,
+      widest.rows,
       prefill_chunk,
       target.weights,
-      path=policy.path,
+      path=widest.path,
     )
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1
     self._host_lag = host_lag
 
     graphdef, params = nnx.split(target)
-    self._params = step_lib.Params.of(params, drafter.params if drafter else ())
+    self._params = step_lib.Params.of(
+      params,
+      drafter.params if drafter else (),
+      schedule.params if schedule else (),
+    )
     self._fns_by_features: dict[sampling_lib.Features, _Compiled] = {}
     self._base = step_lib.StepFns(
       config=config,
@@ -143,9 +160,10 @@ class Engine:
       kernels=target.kernels,
       acceptance=system.acceptance,
       features=sampling_lib.Features(True, False, False),
+      schedule=schedule,
     )
     # A commit writes all rows of a path, those it does not keep as zeros.
-    self._capacity = self.max_seq_len + max(prefill_chunk, policy.path)
+    self._capacity = self.max_seq_len + max(prefill_chunk, widest.path)
     self._acc = layers.accumulation_dtype(target.dtype)
     # The carry of the last request, taken up by the next. None while a request
     # runs, and after one that broke off inside a donated call.
@@ -161,6 +179,7 @@ class Engine:
       remaining=jnp.zeros((), jnp.int32),
       history=None,
       done=jnp.zeros((), bool),
+      schedule=self.schedule.fresh() if self.schedule else (),
     )
 
   def _check(self, config, drafter, tokenizer) -> None:
@@ -184,7 +203,8 @@ class Engine:
       )
     if drafter is None:
       for name in (
-        "acceptance", "num_drafts", "tree", "node_budget", "tree_depth"
+        "acceptance", "num_drafts", "tree", "node_budget", "tree_depth",
+        "verification",
       ):  # fmt: skip
         if getattr(self.system, name) != getattr(SystemConfig(), name):
           raise SpecPilotError(
@@ -208,8 +228,8 @@ class Engine:
 
   @property
   def num_drafts(self) -> int:
-    """Drafts that a pass has room for."""
-    return self.policy.rows - 1
+    """Drafts that an exact pass has room for."""
+    return (self.schedule or self.policy).rows - 1
 
   def set_limits(
     self, *, nodes: int | None = None, depth: int | None = None
@@ -304,7 +324,13 @@ class Engine:
       sampling=sampling_lib.Sampling.of(sampling, self._acc),
       stop_ids=jnp.asarray(padded),
       limits=self._limits,
+      plan=self._plan,
     )
+
+  def set_plan(self, plan: Any) -> None:
+    """What the schedule weighs from now on, see `schedule.Schedule.plan`;
+    nothing is compiled again."""
+    self._plan = plan
 
   def steps(
     self, prompt_ids: Sequence[int], sampling: SamplingParams
@@ -323,6 +349,9 @@ class Engine:
         f" of {self.max_seq_len}"
       )
     limit = min(sampling.max_tokens, room)
+    if self._plan is None:
+      planned = self.schedule.plan(self, sampling) if self.schedule else ()
+      self.set_plan(planned)
     compiled = self._compiled(sampling_lib.Features.of(sampling))
     request = self._request(sampling)
     with self._one_request():
@@ -345,6 +374,8 @@ class Engine:
           accepted=int(out.accepted),
           stopped=bool(out.stopped),
           exhausted=bool(out.exhausted),
+          trunk=int(out.trunk),
+          confirmed=int(out.confirmed),
         )
         try:
           yield carry, result
@@ -384,6 +415,7 @@ class Engine:
       raise SpecPilotError("stop strings need a tokenizer")
     started = time.perf_counter()
     emitted, drafted, depths, accepted = [], [], [], []
+    trunks, confirmed = [], []
     cut_steps, ttft, now = 0, float("nan"), started
     new: list[int] = []
     text = ""
@@ -421,6 +453,8 @@ class Engine:
         drafted.append(result.drafted)
         depths.append(result.depth)
         accepted.append(result.accepted)
+        trunks.append(result.trunk)
+        confirmed.append(result.confirmed)
         cut_steps += len(new) != result.accepted + 1
         shown.append(text)
         if finish:
@@ -448,6 +482,8 @@ class Engine:
         depth_per_step=tuple(depths),
         accepted_per_step=tuple(accepted),
         cut_steps=cut_steps,
+        trunk_per_step=tuple(trunks),
+        confirmed_per_step=tuple(confirmed),
       ),
     )
     yield StreamChunk(tuple(new), text, output)
@@ -513,7 +549,8 @@ class Engine:
         f" context of {self.max_seq_len}"
       )
     compiled = self._compiled(sampling_lib.Features.of(sampling))
-    request = self._request(sampling)
+    # A score knows of no schedule: one executable, whatever that weighs.
+    request = dataclasses.replace(self._request(sampling), plan=())
     inputs = np.concatenate([prompt[-1:], output[:-1]])
     chunk, results = self.prefill_chunk, []
     tolerance = np.asarray(cut_tolerance, self._acc)

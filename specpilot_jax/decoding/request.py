@@ -18,6 +18,9 @@ class RequestMetrics:
     accepted_per_step: drafts accepted in each pass, before a stop or the token
       limit cut the run.
     cut_steps: passes whose run was cut.
+    trunk_per_step: drafts of each pass that a coarser pass chose; 0 where
+      there was none.
+    confirmed_per_step: of them, those that the pass accepted.
   """
 
   ttft_ms: float
@@ -27,6 +30,8 @@ class RequestMetrics:
   depth_per_step: tuple[int, ...]
   accepted_per_step: tuple[int, ...]
   cut_steps: int
+  trunk_per_step: tuple[int, ...] = ()
+  confirmed_per_step: tuple[int, ...] = ()
 
   @property
   def num_steps(self) -> int:

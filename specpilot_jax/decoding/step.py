@@ -21,32 +21,42 @@ from specpilot_jax.decoding import draft as draft_lib
 from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding.commit import commit
+from specpilot_jax.decoding.schedule import Schedule, Seen
 from specpilot_jax.models import state as state_lib
 
 
 @state_lib.pytree
 class Params:
-  """A target's parameters [0] and its drafter's [1], quickly told to a call.
+  """A target's parameters [0], its drafter's [1], and so on: for a call.
 
   A call takes its arguments apart: of modules and variables that happens in
-  Python, and takes as long as a pass. Here only arrays are taken apart; the
-  functions put them together, while they are traced.
+  Python, and takes as long as a pass. Here there are only arrays to be taken
+  apart, each once, whoever shares it; the functions put them together, while
+  they are traced.
 
   Attributes:
-    arrays: leaves of each.
-    structures: the trees that they are of.
+    arrays: leaves of all of them.
+    structures: the tree of each.
+    places: where the leaves of each are among the arrays.
   """
 
-  arrays: tuple[tuple[jax.Array, ...], ...]
+  arrays: tuple[jax.Array, ...]
   structures: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+  places: tuple[tuple[int, ...], ...] = dataclasses.field(
+    metadata={"static": True}
+  )
 
   @classmethod
   def of(cls, *trees: Any) -> "Params":
-    arrays, structures = zip(*map(jax.tree.flatten, trees), strict=True)
-    return cls(tuple(map(tuple, arrays)), structures)
+    leaves, structures = zip(*map(jax.tree.flatten, trees), strict=True)
+    arrays = {id(leaf): leaf for own in leaves for leaf in own}
+    place = {key: at for at, key in enumerate(arrays)}
+    places = tuple(tuple(place[id(leaf)] for leaf in own) for own in leaves)
+    return cls(tuple(arrays.values()), structures, places)
 
   def __getitem__(self, index: int) -> Any:
-    return jax.tree.unflatten(self.structures[index], self.arrays[index])
+    leaves = [self.arrays[at] for at in self.places[index]]
+    return jax.tree.unflatten(self.structures[index], leaves)
 
 
 @state_lib.pytree
@@ -56,6 +66,7 @@ class Request:
   sampling: sampling_lib.Sampling
   stop_ids: Int[Array, " M"]  # padded with -1
   limits: policy_lib.Limits
+  plan: Any = ()  # what the schedule weighs; empty without one
 
 
 @state_lib.pytree
@@ -69,6 +80,8 @@ class Carry:
     remaining: tokens that may still be emitted.
     history: token counts, None unless penalties are on.
     done: a stop id or the limit ended the request: further steps do nothing.
+    schedule: what the schedule of passes has learned of the request; empty
+      without one.
   """
 
   target: state_lib.TargetState
@@ -77,6 +90,7 @@ class Carry:
   remaining: Int[Array, ""]
   history: sampling_lib.History | None
   done: Bool[Array, ""]
+  schedule: Any = ()
 
 
 @state_lib.pytree
@@ -91,6 +105,8 @@ class StepOutput:
   stopped: Bool[Array, ""]
   exhausted: Bool[Array, ""]
   healthy: Bool[Array, ""]  # no logit was NaN
+  trunk: Int[Array, ""]  # drafts of the pass that a coarser pass chose
+  confirmed: Int[Array, ""]  # of them, those that were accepted
 
 
 @state_lib.pytree
@@ -103,10 +119,15 @@ class ScoreOutput:
 
 
 class Drafted(NamedTuple):
-  """The nodes of a pass; the chain's law too where they are one."""
+  """The nodes of a pass; the chain's law too where they are one.
+
+  The first `trunk` drafts are those that a coarser pass chose, one path from
+  the anchor; 0 where there was none.
+  """
 
   nodes: state_lib.Nodes
   chain: draft_lib.Drafts | None
+  trunk: Int[Array, ""] | int = 0
 
 
 @state_lib.pytree
@@ -120,6 +141,8 @@ class _Verified:
   stash: tuple[state_lib.LayerStash, ...]
   acceptance: accept.Acceptance
   healthy: Bool[Array, ""]
+  trunk: Int[Array, ""]
+  confirmed: Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +158,7 @@ class StepFns:
     kernels: of the target, and of what is done with a drafter's lattice.
     acceptance: `match` or `rejection` (the same at temperature 0; of chains).
     features: what sampling needs.
+    schedule: what precedes the exact pass; None for nothing.
   """
 
   config: configs.ModelConfig
@@ -144,6 +168,7 @@ class StepFns:
   kernels: Kernels
   acceptance: str
   features: sampling_lib.Features
+  schedule: Schedule | None = None
 
   def reset(
     self, carry: Carry, prompt: Int[Array, " P"], length, limit
@@ -170,6 +195,7 @@ class StepFns:
       remaining=limit,
       history=history,
       done=jnp.zeros((), bool),
+      schedule=self.schedule.fresh() if self.schedule else (),
     )
 
   def prefill(
@@ -216,7 +242,7 @@ class StepFns:
   ) -> tuple[Carry, StepOutput]:
     """Drafts, verifies, accepts, commits."""
     position = carry.target.length
-    drafted, sizes = None, (1,)
+    lattice, drafted, sizes = None, None, (1,)
     if self.drafter is not None:
       with jax.named_scope("drafter"):
         lattice = self.drafter.draft(
@@ -232,18 +258,30 @@ class StepFns:
       sizes = (self.policy.rows,)
       if self.drafter.variable_length and sizes != (1,):
         sizes = (1, *sizes)
+    pad_to, path_nodes = sizes[-1], self.policy.path
+    if self.schedule is not None:
+      pad_to, path_nodes = self.schedule.rows, self.schedule.path
     verify = functools.partial(
-      self._verify, params, carry, request, drafted, pad_to=sizes[-1]
+      self._verify, params, carry, request, drafted, pad_to=pad_to
     )
     branches = [functools.partial(verify, size) for size in sizes]
-    if drafted is None or len(branches) == 1:
-      seen = branches[0]()
+
+    def at_once() -> _Verified:
+      if drafted is None or len(branches) == 1:
+        return branches[0]()
+      return jax.lax.cond(drafted.nodes.count > 1, branches[1], branches[0])
+
+    schedule, learned = self.schedule, carry.schedule
+    if schedule is None or lattice is None or drafted is None:
+      seen = at_once()
     else:
-      seen = jax.lax.cond(drafted.nodes.count > 1, branches[1], branches[0])
+      seen = self._scheduled(
+        schedule, params, carry, request, lattice, drafted, at_once
+      )
 
     # No path is longer than the drafter's slots, whatever the tree holds.
     acceptance = jax.tree.map(
-      lambda x: x[: self.policy.path] if x.ndim else x, seen.acceptance
+      lambda x: x[:path_nodes] if x.ndim else x, seen.acceptance
     )
     cut = accept.cut(acceptance, request.stop_ids, carry.remaining)
     count = jnp.where(carry.done, 0, cut.count)
@@ -258,6 +296,9 @@ class StepFns:
         ),
       )
     last = acceptance.emitted[jnp.maximum(count - 1, 0)]
+    if schedule is not None and lattice is not None:
+      told = Seen(seen.trunk, seen.confirmed, acceptance.accepted)
+      learned = schedule.learned(self, carry, request, lattice, told)
     carry = Carry(
       target=commit(carry.target, seen.stash, path, count),
       drafter=self._extend(
@@ -267,6 +308,7 @@ class StepFns:
       remaining=carry.remaining - count,
       history=history,
       done=carry.done | cut.stopped | cut.exhausted,
+      schedule=learned,
     )
     return carry, StepOutput(
       tokens=acceptance.emitted,
@@ -277,6 +319,8 @@ class StepFns:
       stopped=cut.stopped,
       exhausted=cut.exhausted,
       healthy=seen.healthy,
+      trunk=seen.trunk,
+      confirmed=seen.confirmed,
     )
 
   @property
@@ -351,21 +395,20 @@ class StepFns:
         jnp.where(carry.done, 0, 1) if alone else count,
         prefill=alone,
       )
-    out = model(nodes, carry.target, self._taps)
-    logits = self._penalized(
-      model.logits(out.hidden), request, carry.history, nodes
-    )
-    position = carry.target.length
+    out, logits = self._pass(model, carry, request, nodes)
     if self._rejects and size > 1:
       law = sampling_lib.law(logits, request.sampling, self.features)
       acceptance = accept.rejection(
-        nodes, drafted.chain, law, request.sampling, position
+        nodes, drafted.chain, law, request.sampling, carry.target.length
       )
     else:
-      choices = sampling_lib.choose(
-        logits, request.sampling, self.features, position + nodes.depth + 1
+      acceptance = accept.match(
+        nodes, self._choices(logits, carry, request, nodes)
       )
-      acceptance = accept.match(nodes, choices)
+    trunk = jnp.asarray(drafted.trunk if size > 1 else 0, jnp.int32)
+    # The trunk is the first nodes, each the child of the one before it.
+    index = jnp.arange(size)
+    of_trunk = (acceptance.path == index) & (index > 0) & (index <= trunk)
     exists = jnp.arange(size) < count
     verified = _Verified(
       tokens=nodes.tokens,
@@ -375,8 +418,71 @@ class StepFns:
       stash=out.stash,
       acceptance=acceptance,
       healthy=~jnp.any(jnp.isnan(logits).any(axis=-1) & exists),
+      trunk=trunk,
+      confirmed=(of_trunk & (index <= acceptance.accepted)).sum(
+        dtype=jnp.int32
+      ),
     )
     return _pad_nodes(verified, size, pad_to)
+
+  def _scheduled(
+    self, schedule, params, carry, request, lattice, drafted, at_once
+  ) -> _Verified:
+    """The exact pass over what a schedule makes of the drafts, or `at_once`."""
+    rows = schedule.rows
+
+    def looked_at() -> _Verified:
+      longer = schedule.continued(self, params, carry, request, drafted)
+      return self._verify(params, carry, request, longer, rows, pad_to=rows)
+
+    wanted = schedule.wanted(self, carry, request, lattice, drafted)
+    if wanted is None:
+      return looked_at()
+    return jax.lax.cond(wanted, looked_at, at_once)
+
+  def _pass(self, model, carry, request, nodes):
+    """A target's output at nodes, and its penalised logits."""
+    out = model(nodes, carry.target, self._taps)
+    return out, self._penalized(
+      model.logits(out.hidden), request, carry.history, nodes
+    )
+
+  def _choices(self, logits, carry, request, nodes) -> Int[Array, " N"]:
+    """What the target chooses behind each node, by the request's noise."""
+    positions = carry.target.length + nodes.depth + 1
+    return sampling_lib.choose(
+      logits, request.sampling, self.features, positions
+    )
+
+  def look(
+    self, model, carry: Carry, request: Request, nodes: state_lib.Nodes
+  ) -> tuple[accept.Acceptance, Float[Array, "N L D"]]:
+    """What another model would accept of nodes; nothing is committed.
+
+    It draws with the noise that the target draws with: where both agree on the
+    law they choose the same tokens.
+
+    Args:
+      model: a `Target` of the same shape, or a coarser reading of it.
+      nodes: on top of what is committed.
+
+    Returns:
+      The path that it accepts with what it emits, and the taps of all nodes.
+    """
+    out, logits = self._pass(model, carry, request, nodes)
+    chosen = self._choices(logits, carry, request, nodes)
+    return accept.match(nodes, chosen), out.taps
+
+  def choices(
+    self, model, carry: Carry, request: Request, nodes: state_lib.Nodes
+  ) -> Int[Array, " N"]:
+    """What a model chooses behind each node, with the request's noise.
+
+    Args:
+      model, nodes: as for `look`.
+    """
+    _, logits = self._pass(model, carry, request, nodes)
+    return self._choices(logits, carry, request, nodes)
 
   def score(
     self,

@@ -14,12 +14,15 @@ from specpilot_jax.configs import (
   DEFAULT_TREE_NODES,
   MAX_NODES,
   TREES,
+  VERIFICATIONS,
+  VIEWS,
   WEIGHTS,
   SystemConfig,
 )
 from specpilot_jax.decoding.draft import Drafter
+from specpilot_jax.decoding.schedule import Schedule
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import w12
+from specpilot_jax.mechanisms import two_level, w12
 from specpilot_jax.models.target import Target
 
 FACTORS = ("tau", "kernel", "overhead")
@@ -58,21 +61,22 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Count:
-  """Whole numbers from `lowest` on, or a word that stands for None.
+  """Whole numbers from `lowest` on, and perhaps a word that stands for None.
 
   `highest` is the last of them; None where there is none.
   """
 
   lowest: int
-  none: str
+  none: str | None = None
   highest: int | None = None
 
   def __str__(self) -> str:
     end = "" if self.highest is None else f" to {self.highest}"
-    return f"{self.none} or a whole number from {self.lowest}{end}"
+    word = "" if self.none is None else f"{self.none} or "
+    return f"{word}a whole number from {self.lowest}{end}"
 
   def parse(self, text: str) -> Value:
-    if text == self.none:
+    if self.none is not None and text == self.none:
       return None
     # int() would take "1_0", " 3" and digits of other scripts too.
     if not (text.isascii() and text.isdigit()) or int(text) < self.lowest:
@@ -82,7 +86,7 @@ class Count:
     return int(text)
 
   def format(self, value: Value) -> str:
-    return self.none if value is None else str(value)
+    return str(self.none if value is None else value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +198,35 @@ _ALL = (
     domain=Choice(values=WEIGHTS),
     factor="kernel",
     exactness="token",
+  ),
+  Option(
+    name="verification",
+    summary="two_level looks at the drafts with the 8-bit view of the weights,"
+    " drafts on from there, and verifies both exactly in one pass; auto does so"
+    " in the steps where it is expected to pay",
+    domain=Choice(values=VERIFICATIONS),
+    factor="tau",
+    exactness="token",
+    deployments=("drafter",),
+  ),
+  Option(
+    name="level_one_passes",
+    summary="passes with the view before the exact one",
+    domain=Count(lowest=1),
+    factor="tau",
+    exactness="token",
+    deployments=("drafter",),
+    conflicts=("verification=one_level",),
+  ),
+  Option(
+    name="view",
+    summary="what the view has for the bits that it cuts off: their midpoint,"
+    " nothing, or nothing and products scaled up",
+    domain=Choice(values=VIEWS),
+    factor="tau",
+    exactness="token",
+    deployments=("drafter",),
+    conflicts=("verification=one_level",),
   ),
 )
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _ALL}
@@ -317,3 +350,18 @@ def prepare(
     )
   target = w12.target(target)
   return target, w12.drafter(drafter, target)
+
+
+def schedule(
+  system: SystemConfig, target: Target, drafter: Drafter | None
+) -> Schedule | None:
+  """What precedes the exact pass of a system's engine; None where nothing does.
+
+  Args:
+    system: what is wanted.
+    target, drafter: as `prepare` makes them.
+
+  Raises:
+    SpecPilotError: as `two_level.schedule`.
+  """
+  return two_level.schedule(system, target, drafter)

@@ -1,6 +1,7 @@
 """Building blocks shared by targets and drafters."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,21 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import add_norm, w12_array, w12_decode, w12_matmul
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.w12_array import W12Array
+from specpilot_jax import configs
 from specpilot_jax.models.yarn import Yarn
 
 _INIT = nnx.initializers.normal(0.02)
 
 Weight = Float[Array, "O I"] | W12Array
 """A matrix, or the same in 12 bits."""
+
+MIDPOINT, TRUNCATED, SCALED = VIEWS = configs.VIEWS
+"""Forms of the 8-bit view of a matrix in W12: with the midpoint of what it cuts
+off; without; without, and the product multiplied by `VIEW_GAIN` instead."""
+
+VIEW_GAIN = 1 / (1 - 7.5 / 128 * math.log(2))
+"""Cut-off mantissa bits are worth 7.5 of 128 on average, and the mean of 1 over
+an evenly spread mantissa in [1, 2) is ln 2."""
 
 
 def accumulation_dtype(dtype) -> jnp.dtype:
@@ -44,6 +54,7 @@ def matmul(
   weight: Weight,
   out_dtype=None,
   w12: Implementation = "reference",
+  view: str | None = None,
 ) -> Float[Array, "N O"]:
   """x W^T with accumulation in at least float32: every weight is read here.
 
@@ -52,9 +63,22 @@ def matmul(
     weight: [out, in], as checkpoints store it.
     w12: implementation for weights in W12; of so many rows that no kernel
       takes them, a product with the decoded matrix.
+    view: one of `VIEWS`: the product with that view of a weight in W12, and
+      with no bit of the rest of it. Other weights have none.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
+  if isinstance(weight, W12Array) and view is not None:
+    # The kernel's reference is the op's definition, for any number of rows.
+    out = w12_matmul.matmul(
+      x,
+      weight,
+      out_dtype=out_dtype,
+      view=True,
+      midpoint=view == MIDPOINT,
+      implementation=w12,
+    )
+    return out * VIEW_GAIN if view == SCALED else out
   if isinstance(weight, W12Array):
     if w12 != "reference" and n <= w12_matmul.MAX_ROWS:
       return w12_matmul.matmul(
@@ -111,12 +135,13 @@ class Linear(nnx.Module):
     w12: Implementation = "reference",
   ):
     self.w12 = w12
+    self.view: str | None = None  # see `read_view`
     self.weight = nnx.Param(
       _INIT(rngs.params(), (out_features, in_features), dtype)
     )
 
   def __call__(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
-    return matmul(x, self.weight.get_value(), w12=self.w12)
+    return matmul(x, self.weight.get_value(), w12=self.w12, view=self.view)
 
 
 class Embedding(nnx.Module):
@@ -131,6 +156,7 @@ class Embedding(nnx.Module):
     w12: Implementation = "reference",
   ):
     self.w12 = w12
+    self.view: str | None = None  # see `read_view`; rows are read as they are
     self.dtype = jnp.dtype(dtype)
     self.weight = nnx.Param(_INIT(rngs.params(), (vocab_size, features), dtype))
 
@@ -140,7 +166,25 @@ class Embedding(nnx.Module):
 
   def attend(self, x: Float[Array, "N D"], out_dtype) -> Float[Array, "N V"]:
     """Logits of a tied head."""
-    return matmul(x, self.weight.get_value(), out_dtype, self.w12)
+    return matmul(x, self.weight.get_value(), out_dtype, self.w12, self.view)
+
+
+def read_view[M: nnx.Module](module: M, view: str) -> M:
+  """The same module, around the same arrays, whose products read a view.
+
+  Every matrix that rows are multiplied with is read as its 8-bit view, the head
+  too. The few rows that a lookup of tokens reads cost the same either way, so
+  they stay exact.
+
+  Args:
+    module: whose matrices are in W12; others are read as they are.
+    view: one of `VIEWS`.
+  """
+  module = nnx.merge(*nnx.split(module))
+  for _, part in nnx.iter_modules(module):
+    if isinstance(part, Linear | Embedding):
+      part.view = view
+  return module
 
 
 class RMSNorm(nnx.Module):

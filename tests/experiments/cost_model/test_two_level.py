@@ -1,0 +1,164 @@
+"""When two levels pay, and their replay beside real runs."""
+
+import pathlib
+import tempfile
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from experiments.cost_model import (
+  budgets,
+  lattices,
+  recorder,
+  replay,
+  two_level,
+)
+from specpilot_jax.configs import SystemConfig
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.prompt_lookup import PromptLookup
+from specpilot_jax.decoding.sampling import Features, SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
+from specpilot_jax.mechanisms import two_level as mechanism
+from tests.decoding import kit
+from tests.mechanisms import two_level_kit
+from tests.notes import FULL, note
+
+TIMES = two_level.PassTimes(
+  level_one=6.0, exact=9.0, exact_of_two=10.0, draft=1.0
+)
+PROMPTS, TOKENS = (12, 128) if FULL else (4, 48)
+
+
+class BreakEvenTest(parameterized.TestCase):
+  def test_break_even(self):
+    # (C8 + C12 + 2 D) / (C12 + D)
+    self.assertAlmostEqual(two_level.break_even(TIMES), (6 + 10 + 2) / (9 + 1))
+    self.assertEqual(TIMES.step_times, mechanism.StepTimes(10.0, 18.0))
+    twice = two_level.PassTimes(
+      level_one=6.0, exact=9.0, exact_of_two=10.0, draft=1.0, passes=2
+    )
+    self.assertAlmostEqual(two_level.break_even(twice), 2.5)
+
+  @parameterized.parameters(0.8, 0.97, 1.0)
+  def test_tau_ratio(self, agreement):
+    """Beside what `auto` expects of a request that was always like this."""
+    one, two = mechanism.expected_tokens(
+      *(jnp.asarray(x) for x in (agreement, 5.0, 5.0))
+    )
+    ratio = two_level.tau_ratio(agreement, 5)
+    self.assertAlmostEqual(ratio, float(two) / float(one), places=2)
+
+  def test_perfect_agreement_doubles(self):
+    # Behind a trunk of 1 + d tokens come d more, and the bonus.
+    self.assertAlmostEqual(two_level.tau_ratio(1.0, 5), 12 / 6)
+
+  def test_agreement_needed(self):
+    needed = two_level.agreement_needed(TIMES, 5)
+    assert needed is not None
+    self.assertAlmostEqual(
+      two_level.tau_ratio(needed, 5), two_level.break_even(TIMES)
+    )
+    slow = two_level.PassTimes(
+      level_one=9.0, exact=9.0, exact_of_two=12.0, draft=1.0
+    )
+    self.assertIsNone(two_level.agreement_needed(slow, 5))
+
+  def test_refused(self):
+    with self.assertRaisesRegex(SpecPilotError, "pass time draft must be"):
+      two_level.PassTimes(level_one=1.0, exact=1.0, exact_of_two=1.0, draft=0.0)
+    for bad in ((1.1, 3), (0.9, -1)):
+      with self.assertRaises(ValueError):
+        two_level.tau_ratio(*bad)
+
+  def test_agreement(self):
+    found = two_level.Agreement.of(
+      [
+        np.asarray([True, True, False, True]),
+        np.asarray([False, True, True, True]),
+      ]
+    )
+    self.assertEqual((found.tokens, found.agreed), (8, 6))
+    self.assertEqual(found.runs, (2, 1, 0, 3))
+    self.assertEqual((found.per_token, found.mean_run), (0.75, 1.5))
+
+
+class ReplayTest(kit.Float64TestCase):
+  @parameterized.named_parameters(("greedy", 0.0), ("sampled", 1.0))
+  def test_real_runs(self, temperature):
+    """Prompt lookup reads no taps: nothing of a chain is approximated."""
+    config = kit.hybrid(vocab_size=5)
+    target = two_level_kit.target(config)
+    drafter = PromptLookup(5, min_ngram=1)
+    shape = dict(max_seq_len=192, prefill_chunk=16)
+    session = recorder.Session(
+      target,
+      drafter,
+      features=Features(greedy=not temperature, filters=False, penalties=False),
+      coarse=mechanism.coarse_target(target, "midpoint"),
+      **shape,
+    )
+    system = SystemConfig(verification="two_level")
+    stock = Engine(target, drafter=drafter, **shape)
+    engine = Engine(
+      target,
+      drafter=drafter,
+      system=system,
+      schedule=registry.schedule(system, target, drafter),
+      **shape,
+    )
+    self.assertTrue(two_level.follows(system))
+    _, policy = budgets.policy_of(system, drafter.num_slots)
+    recordings, steps = [], 0
+    for seed, prompt in enumerate(kit.prompts(PROMPTS, config.vocab_size)):
+      sampling = SamplingParams(
+        max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True
+      )
+      out = stock.generate(prompt, sampling)
+      recordings.append(
+        session.record(
+          str(seed),
+          prompt,
+          out.token_ids,
+          out.metrics.emitted_per_step,
+          looped=False,
+          max_tokens=TOKENS,
+          sampling=sampling,
+        )
+      )
+      real = engine.generate(prompt, sampling)
+      self.assertEqual(real.token_ids, out.token_ids)
+      followed = replay.replay(recordings[-1:], policy)
+      self.assertEqual(followed.emitted, (real.metrics.emitted_per_step,))
+      steps += real.metrics.num_steps
+    agreement = two_level.recorded_agreement(recordings)
+    self.assertEqual(agreement["tokens"], sum(map(len, recordings)))
+    by_depth = agreement["agreement_by_depth"]
+    self.assertLen(by_depth, drafter.num_slots + 1)
+    self.assertEqual(by_depth[0], agreement["agreement"])
+    for share in by_depth:
+      self.assertTrue(0.5 < share < 1)
+    note(
+      f"replay of two levels, {self._testMethodName}: {steps} steps of real"
+      f" runs, all repeated; {two_level.describe(agreement)}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+      path = pathlib.Path(folder) / lattices.LATTICES
+      lattices.save(path, recordings)
+      for kept, read in zip(recordings, lattices.load(path), strict=True):
+        np.testing.assert_array_equal(kept.level_one, read.level_one)
+
+  def test_nothing_recorded(self):
+    one = lattices.Recording(
+      request="r",
+      looped=False,
+      prompt_length=1,
+      output=np.zeros(2, np.int32),
+      tokens=np.zeros((2, 1, 1), np.int32),
+      scores=np.zeros((2, 1, 1), np.float16),
+      order=None,
+      counts=np.ones(2, np.int16),
+    )
+    with self.assertRaisesRegex(SpecPilotError, "r have no choices of level"):
+      two_level.level_one(one)
