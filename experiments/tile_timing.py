@@ -238,14 +238,9 @@ def kernel_us(cases: Sequence[Case]) -> list[float]:
 
   for case in cases:  # What is lazy about a first call is not timed.
     jax.block_until_ready(case.run(*case.arguments))
+  groups: list[list[kernels.Kernel]] = []
   for _ in range(ATTEMPTS):
-    groups: list[list[kernels.Kernel]] = []
-    end = None
-    for kernel in measure.trace(run):
-      if end is None or kernel.start_ns - end > PAUSE_S / 3 * 1e9:
-        groups.append([])
-      groups[-1].append(kernel)
-      end = max(end or 0, kernel.start_ns + kernel.duration_ns)
+    groups = _parted(measure.trace(run))
     # A host that is held up amid a case makes two of it.
     if len(groups) == len(cases):
       break
@@ -260,6 +255,18 @@ def kernel_us(cases: Sequence[Case]) -> list[float]:
     / launches
     for group in groups
   ]
+
+
+def _parted(activities: Sequence[kernels.Kernel]) -> list[list[kernels.Kernel]]:
+  """Kernels between two pauses."""
+  groups: list[list[kernels.Kernel]] = []
+  end = None
+  for kernel in activities:
+    if end is None or kernel.start_ns - end > PAUSE_S / 3 * 1e9:
+      groups.append([])
+    groups[-1].append(kernel)
+    end = max(end or 0, kernel.start_ns + kernel.duration_ns)
+  return groups
 
 
 def best(cases: Sequence[Case], times: Sequence[float]) -> dict[str, Any]:

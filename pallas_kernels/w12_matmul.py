@@ -355,15 +355,7 @@ def _finish(parts_ref, *refs, shares, lanes, few, high, entries):
   each = pl.program_id(1) * few + jnp.arange(few)
   live = row < rows
   wanted = (each < n)[:, None] & live[None, :]
-  lists = []
-  if list_refs:
-    columns_ref, start_ref = list_refs[:2]
-    # Rows that there are none of are behind every list.
-    start = pltriton.load(start_ref.at[row], mask=live, other=2**31 - 1)
-    end = pltriton.load(start_ref.at[row + 1], mask=live, other=2**31 - 1)
-    first = pl.program_id(0) * high
-    lists = [start_ref[first], start_ref[jnp.minimum(first + high, rows)]]
-    lists += [start, end, *list_refs[2:]]
+  spans = _spans(list_refs[1], high, row, rows) if list_refs else None
   # Of the parts, only what was summed up has been written.
   size = parts_ref.shape[2] // 4
   if size % high or lanes % high:
@@ -379,16 +371,26 @@ def _finish(parts_ref, *refs, shares, lanes, few, high, entries):
     for part in range(parts_ref.shape[0])
   ]
   # Lists come first: their loads wait for one another, and for nothing else.
-  if lists:
-    parts.append(_listed(columns_ref, *lists, each, entries).T)
+  if spans is not None:
+    columns_ref, _, *entry_refs = list_refs
+    parts.append(_listed(columns_ref, entry_refs, spans, each, entries).T)
   total = functools.reduce(operator.add, parts)
   place = out_ref.at[each[:, None], row[None, :]]
   pltriton.store(place, total.astype(out_ref.dtype), mask=wanted)
 
 
-def _listed(
-  columns_ref, first, last, start, end, column_ref, value_ref, each, entries
-):
+def _spans(start_ref, high, row, rows):
+  """Where the lists of rows of W begin and end: of all, then of each."""
+  first = pl.program_id(0) * high
+  whole = start_ref[first], start_ref[jnp.minimum(first + high, rows)]
+  # Rows that there are none of are behind every list.
+  live, behind = row < rows, 2**31 - 1
+  start = pltriton.load(start_ref.at[row], mask=live, other=behind)
+  end = pltriton.load(start_ref.at[row + 1], mask=live, other=behind)
+  return *whole, start, end
+
+
+def _listed(columns_ref, entry_refs, spans, each, entries):
   """What the lists of rows of W make of rows `each` of x, float32.
 
   The lists of all rows follow one another: so many entries at a time are a
@@ -396,8 +398,11 @@ def _listed(
 
   Args:
     columns_ref: x [I, rows], each column a row.
-    first, last: where the lists begin and end; start, end: those of each row.
+    entry_refs: columns and values.
+    spans: see `_spans`.
   """
+  column_ref, value_ref = entry_refs
+  first, last, start, end = spans
 
   def step(i, total):
     at = first + i * entries + jnp.arange(entries)

@@ -15,6 +15,7 @@ from absl.testing import parameterized
 from flax import nnx
 from tokenizers import decoders, models
 
+from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding import stops
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.decoding.engine import Engine
@@ -390,7 +391,7 @@ class EndsTest(kit.Float64TestCase):
     fast = kit.sibling(kit.speculative(CONFIG, "float64", K))
     late = kit.sibling(kit.speculative(CONFIG, "float64", K), host_lag=1)
     for engine in (plain, fast, late):
-      engine._params = (state, engine._params[1])
+      engine._params = step_lib.Params.of(state, engine._params[1])
     looping = SamplingParams(max_tokens=200)
     expected = plain.generate(PROMPT, looping)
     self.assertEqual(expected.finish_reason, "loop")

@@ -1,6 +1,7 @@
 """The kernels that decode W12, against the codec."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class LoweringTest(parameterized.TestCase):
   def test_lowers_at_27b_shapes(self, gpu):
     high, width = 16480, 5120
 
-    def struct(*shape, dtype=jnp.bfloat16):
+    def struct(*shape, dtype=jnp.bfloat16) -> Any:
       return jax.ShapeDtypeStruct(shape, dtype)
 
     plane = struct(65, width // 64, 64, 64, dtype=jnp.uint16)
