@@ -35,10 +35,10 @@ from experiments.cost_model import model as cost_model
 from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
 from specpilot_jax.checkpoints import widened
-from specpilot_jax.configs import TWO_LEVEL, SystemConfig
+from specpilot_jax.configs import ONE_LEVEL, TWO_LEVEL, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import registry
+from specpilot_jax.mechanisms import registry, two_level
 from specpilot_jax.models import target as target_lib
 
 _NO_COST_MODEL = "the cost model failed"
@@ -114,6 +114,11 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       SystemConfig(weights=weights), model.target, None if plain else drafter
     )
 
+  @functools.cache
+  def coarse(view: str):
+    """So do level 1's, beside weights in bf16."""
+    return two_level.coarse_target(model.target, view)
+
   def engine(name: str) -> Engine:
     system = settings.system(name)
     target, drafter = prepared(system.weights, name == AR)
@@ -122,12 +127,16 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       drafter=drafter,
       tokenizer=model.tokenizer,
       system=system,
-      schedule=registry.schedule(system, target, drafter),
+      schedule=registry.schedule(system, target, drafter, coarse=coarse),
       max_seq_len=room,
       prefill_chunk=settings.prefill_chunk,
     )
 
   subject = None
+  # Replay needs level 1's choices.
+  recorded = TWO_LEVEL in {
+    settings.system(name).verification for name in settings.systems
+  }
   if profile and drafter is not None:
     subject = measure.Subject(
       target=model.target,
@@ -136,9 +145,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       max_seq_len=room,
       prefill_chunk=settings.prefill_chunk,
       candidate=settings.options,
-      two_levels=any(
-        settings.system(n).verification == TWO_LEVEL for n in settings.systems
-      ),
+      coarse=coarse(SystemConfig().view) if recorded else None,
     )
     measure.check(subject)
   engines = {name: engine(name) for name in settings.systems}
@@ -363,7 +370,19 @@ def _plan(
     drafting=drafting,
     plain=plain,
     weights=sorted({settings.system(n).weights for n in settings.systems}),
+    views=_views(settings, profile=profile),
+    packed_views=settings.kernels.w12_matmul != "reference",
   )
+
+
+def _views(settings: Settings, *, profile: bool) -> int:
+  """How many views are held beside weights in bf16."""
+  systems = [settings.system(name) for name in settings.systems]
+  looking = [s for s in systems if s.verification != ONE_LEVEL]
+  views = {s.view for s in looking if s.weights == "bf16"}
+  if profile and any(s.verification == TWO_LEVEL for s in looking):
+    views.add(SystemConfig().view)
+  return len(views)
 
 
 def _load_prompts(settings: Settings, model) -> list[prompts.Prompt]:

@@ -63,6 +63,8 @@ def memory(
   drafting: int,
   plain: int,
   weights: Sequence[str] = ("bf16",),
+  views: int = 0,
+  packed_views: bool = False,
 ) -> dict[str, int]:
   """Bytes by purpose of the engines of one run.
 
@@ -73,6 +75,9 @@ def memory(
     drafting: engines with the drafter.
     plain: engines without one, token forcing's included.
     weights: the forms that they are held in, of `configs.WEIGHTS`.
+    views: targets of 8-bit views beside weights in bf16.
+    packed_views: whether those are in W12, as kernels read them, and not
+      matrices.
   """
   shape = dict(
     dtype=dtype, max_seq_len=max_seq_len, prefill_chunk=prefill_chunk
@@ -87,6 +92,11 @@ def memory(
   if "w12" in weights:
     own = drafter if drafting else None
     held["weights_in_w12"] = footprint.w12_bytes(target, own)
+  if views:
+    one = with_drafter.target_bytes
+    if packed_views:
+      one = footprint.w12_bytes(target, None)
+    held["views"] = views * one
   return {
     **held,
     "keys_and_values": drafting * with_drafter.kv_cache_bytes

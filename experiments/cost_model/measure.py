@@ -26,7 +26,6 @@ from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import two_level
 from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.target import Target
 
@@ -49,8 +48,8 @@ class Subject:
     sampling: of the requests.
     max_seq_len, prefill_chunk: of the engines.
     candidate: a system whose step is measured too; None without one.
-    two_levels: whether some system verifies in two levels, so that level 1's
-      choices are recorded.
+    coarse: the target that level 1 of two-level verification runs, where its
+      choices are to be recorded.
   """
 
   target: Target
@@ -59,7 +58,7 @@ class Subject:
   max_seq_len: int
   prefill_chunk: int
   candidate: SystemConfig | None = None
-  two_levels: bool = False
+  coarse: Target | None = None
 
   @property
   def models(self) -> floors.Models:
@@ -84,11 +83,7 @@ class Subject:
       prefill_chunk=self.prefill_chunk,
       features=Features.of(self.sampling),
       system=self.candidate if name == CANDIDATE else None,
-      coarse=(
-        two_level.coarse_target(self.target, SystemConfig().view)
-        if self.two_levels and name == STOCK
-        else None
-      ),
+      coarse=self.coarse if name == STOCK else None,
     )
 
   def profiled(self, records: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ records and documentation are made from these; the default is read from
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from specpilot_jax.configs import (
@@ -353,15 +353,20 @@ def prepare(
 
 
 def schedule(
-  system: SystemConfig, target: Target, drafter: Drafter | None
+  system: SystemConfig,
+  target: Target,
+  drafter: Drafter | None,
+  *,
+  coarse: Callable[[str], Target] | None = None,
 ) -> Schedule | None:
   """What precedes the exact pass of a system's engine; None where nothing does.
 
   Args:
     system: what is wanted.
     target, drafter: as `prepare` makes them.
+    coarse: see `two_level.schedule`.
 
   Raises:
     SpecPilotError: as `two_level.schedule`.
   """
-  return two_level.schedule(system, target, drafter)
+  return two_level.schedule(system, target, drafter, coarse=coarse)

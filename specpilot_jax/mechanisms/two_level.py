@@ -19,8 +19,10 @@ host and none decides on what the host saw a step ago.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,8 +55,8 @@ DRIFT = 0.99
 two levels are tried again some hundred steps later."""
 
 DOUBT = 32.0
-"""Tokens of perfect agreement that a request starts with, and returns to: so
-many that one miss among its first tokens does not end two levels for long."""
+"""Tokens of perfect agreement that a request starts with, and returns to. With
+few of them one early miss ended two levels for some hundred steps."""
 
 TIMED_STEPS = 12
 
@@ -424,6 +426,7 @@ def schedule(
   drafter: draft_lib.Drafter | None,
   *,
   times: StepTimes | None = None,
+  coarse: Callable[[str], Target] | None = None,
 ) -> TwoLevel | None:
   """What precedes the exact pass of a system; None where nothing does.
 
@@ -434,6 +437,8 @@ def schedule(
     system: what is wanted.
     target, drafter: as `registry.prepare` makes them.
     times: of the deployment's steps; None where `auto` is to measure them.
+    coarse: makes level 1's weights by the view, `coarse_target` by default;
+      for systems that share them.
 
   Raises:
     SpecPilotError: no drafter; more nodes than a pass may have; weights that
@@ -455,7 +460,8 @@ def schedule(
     )
   graphdef, params = None, ()
   if target.weights != "w12":
-    graphdef, params = nnx.split(coarse_target(target, system.view))
+    make = coarse or functools.partial(coarse_target, target)
+    graphdef, params = nnx.split(make(system.view))
   return TwoLevel(
     policy=policy,
     passes=system.level_one_passes,

@@ -47,6 +47,10 @@ class RegistryTest(parameterized.TestCase):
       SystemConfig(tree="best_first", node_budget=48, tree_depth=9),
     ),
     ("tree=marginal,node_budget=default", SystemConfig(tree="marginal")),
+    (
+      "verification=two_level,level_one_passes=2,view=scaled",
+      SystemConfig(verification="two_level", level_one_passes=2, view="scaled"),
+    ),
   )
   def test_parses(self, text, expected):
     system = registry.parse_options(text)
@@ -72,6 +76,9 @@ class RegistryTest(parameterized.TestCase):
     ("tree=best_first,num_drafts=5", "num_drafts=5 requires tree=chain"),
     ("num_drafts=5,node_budget=6", "node_budget=6 requires num_drafts=block"),
     ("tree_depth=5", "tree_depth=5 conflicts with tree=chain"),
+    ("level_one_passes=0", "='0': expected a whole number from 1"),
+    ("view=scaled", "view=scaled conflicts with verification=one_level"),
+    ("verification=three", "expected one_level.two_level.auto"),
   )
   def test_refuses(self, text, message):
     with self.assertRaisesRegex(SpecPilotError, message) as caught:
