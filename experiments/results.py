@@ -214,7 +214,7 @@ def read_numbered_requests(path: Path) -> list[tuple[str, dict[str, Any]]]:
       record = json.loads(line)
     except ValueError:
       raise SpecPilotError(f"{where}: not JSON") from None
-    _check_record(record, where)
+    check_record(record, where)
     key = (record["request"], record["system"])
     if key in seen:
       raise SpecPilotError(f"{where}: a second record of {' of '.join(key)}")
@@ -223,7 +223,12 @@ def read_numbered_requests(path: Path) -> list[tuple[str, dict[str, Any]]]:
   return records
 
 
-def _check_record(record: Any, where: str) -> None:
+def check_record(record: Any, where: str) -> None:
+  """Refuses what is no line of requests.jsonl.
+
+  Raises:
+    SpecPilotError: `where` and the field that is wrong.
+  """
   if not isinstance(record, dict):
     raise SpecPilotError(f"{where}: not a JSON object")
   for field, kind in _RECORD_FIELDS.items():

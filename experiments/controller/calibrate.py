@@ -2,7 +2,7 @@
 
     python -m experiments.controller.calibrate --repetitions=2000
 
-Nine minutes on two cores; `simulation` says what is drawn.
+About three minutes on one core; `simulation` says what is drawn.
 """
 
 from absl import flags

@@ -1,0 +1,190 @@
+"""One session of a paired test on one device: who decodes what, and when.
+
+Requests are taken two by two. Of a pair (p, q) one group is S(p) C(p) C(q) S(q)
+or C(p) S(p) S(q) C(q): both systems decode both requests, each once, so that no
+reply can be repeated from memory, and a linear drift of the machine cancels.
+Which of the two forms a group takes is drawn, half and half.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.controller import statistics
+from experiments.controller.checks import CANDIDATE, STOCK, Request
+from experiments.controller.process import Answer, EngineFault, EngineProcess
+
+SOLO_REQUESTS = 8
+"""Requests that stock also decodes alone, before and after."""
+SLOWED = 0.02
+"""Share by which stock may be slower beside the candidate, at least."""
+
+Sink = Callable[[str, Request, Answer, dict[str, Any]], None]
+"""Takes an answer: system, request, answer, what else is known of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+  """Seconds of a session.
+
+  Attributes:
+    stock, candidate: [units, 2], the requests of a pair.
+    divided: whether they are per token, since token counts differ.
+    late: whether time ran out before all pairs were measured.
+  """
+
+  stock: np.ndarray
+  candidate: np.ndarray
+  divided: bool
+  late: bool
+
+  @property
+  def units(self) -> np.ndarray:
+    """Log-ratios, one per pair."""
+    return statistics.one_device_units(self.stock, self.candidate)
+
+
+def pairs(requests: Sequence[Request]) -> list[tuple[Request, Request]]:
+  """Requests two by two; an odd one at the end is left out."""
+  return list(zip(requests[::2], requests[1::2], strict=False))
+
+
+def order(
+  first_stock: bool, pair: tuple[Request, Request]
+) -> list[tuple[str, int]]:
+  """(system, which of the pair) in the order of decoding."""
+  outer, inner = (STOCK, CANDIDATE) if first_stock else (CANDIDATE, STOCK)
+  return [(outer, 0), (inner, 0), (inner, 1), (outer, 1)]
+
+
+def forms(units: int, rng: np.random.Generator) -> np.ndarray:
+  """Whether each group begins with stock: half of them, in drawn order."""
+  return rng.permutation(np.arange(units) % 2 == 0)
+
+
+class Session:
+  """Runs requests through the processes of stock and candidate.
+
+  Args:
+    vocab: ids are below it.
+    sink: takes every timed answer.
+    rng: of the order; the candidate must not know its seed.
+    deadline: of `time.monotonic()`; no group is begun after it.
+  """
+
+  def __init__(
+    self,
+    *,
+    vocab: int,
+    sink: Sink,
+    rng: np.random.Generator,
+    deadline: float,
+  ):
+    self._vocab, self._sink, self._rng = vocab, sink, rng
+    self._deadline = deadline
+
+  def warm_up(self, engine: EngineProcess, requests: Sequence[Request]) -> None:
+    """Decodes some requests, a drawn number of them, untimed."""
+    count = int(self._rng.integers(1, len(requests) + 1))
+    for request in requests[:count]:
+      engine.generate(request.prompt_ids, request.sampling, self._vocab)
+
+  def solo(
+    self, stock: EngineProcess, requests: Sequence[Request]
+  ) -> list[float]:
+    """Stock's seconds without a candidate, per request."""
+    return [
+      stock.generate(r.prompt_ids, r.sampling, self._vocab).seconds
+      for r in requests[:SOLO_REQUESTS]
+    ]
+
+  def run(
+    self,
+    stock: EngineProcess,
+    candidate: EngineProcess,
+    requests: Sequence[Request],
+  ) -> Times:
+    """Times all pairs of requests.
+
+    Raises:
+      EngineFault: of either process.
+    """
+    engines = {STOCK: stock, CANDIDATE: candidate}
+    groups = pairs(requests)
+    begins = forms(len(groups), self._rng)
+    answers: dict[str, list[list[Answer]]] = {STOCK: [], CANDIDATE: []}
+    late = False
+    for group, first_stock in zip(groups, begins, strict=True):
+      if time.monotonic() > self._deadline:
+        late = True
+        break
+      found: dict[tuple[str, int], Answer] = {}
+      for place, (system, which) in enumerate(order(bool(first_stock), group)):
+        found[system, which] = answer = self._one(engines, system, group[which])
+        self._sink(system, group[which], answer, {"place": place})
+      for system in engines:
+        answers[system].append([found[system, which] for which in (0, 1)])
+    return _times(answers, late)
+
+  def _one(self, engines, system: str, request: Request) -> Answer:
+    (other,) = (e for name, e in engines.items() if name != system)
+    other.check_quiet()
+    before, started = other.processor_s(), time.perf_counter()
+    answer = engines[system].generate(
+      request.prompt_ids, request.sampling, self._vocab
+    )
+    other.check_idle(before, time.perf_counter() - started)
+    return answer
+
+
+def _times(answers: dict[str, list[list[Answer]]], late: bool) -> Times:
+  def table(of: Callable[[Answer], float], system: str) -> np.ndarray:
+    rows = [[of(a) for a in row] for row in answers[system]]
+    return np.asarray(rows, np.float64).reshape(-1, 2)
+
+  tokens = {name: table(lambda a: len(a.token_ids), name) for name in answers}
+  divided = not np.array_equal(tokens[STOCK], tokens[CANDIDATE])
+  seconds = {name: table(lambda a: a.seconds, name) for name in answers}
+  if divided:
+    # Different work: time per token is what can be compared.
+    seconds = {name: s / tokens[name] for name, s in seconds.items()}
+  return Times(seconds[STOCK], seconds[CANDIDATE], divided, late)
+
+
+def check_not_slowed(
+  candidate: str,
+  before_s: Sequence[float],
+  beside_s: Sequence[float],
+  after_s: Sequence[float],
+  noise: float | None,
+) -> float:
+  """Refuses a candidate beside which stock is slower than alone.
+
+  Args:
+    candidate: name of the process that is blamed.
+    before_s, after_s: stock's seconds alone, per request, before and after the
+      candidate's life: their mean takes out a drift of the machine.
+    beside_s: the same requests while the candidate was there.
+    noise: s_AA.
+
+  Returns:
+    The slow-down, as a share.
+
+  Raises:
+    EngineFault: its lower bound exceeds what noise explains.
+  """
+  count = min(len(before_s), len(after_s), len(beside_s))
+  alone = (np.log(before_s[:count]) + np.log(after_s[:count])) / 2
+  r = np.log(beside_s[:count]) - alone
+  limit = max(SLOWED, 2 * (noise or 0.0))
+  if np.expm1(statistics.t_bound(r)) > limit:
+    raise EngineFault(
+      candidate,
+      "interference",
+      f"stock is {np.expm1(r.mean()):.1%} slower beside it than alone, over"
+      f" {count} requests",
+    )
+  return float(np.expm1(r.mean()))
