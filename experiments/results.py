@@ -32,6 +32,7 @@ _EMPTY: dict[str, Any] = {
   "requests_sha256": None,
   "token_forcing": {},
   "cost_model": None,
+  "paired_test": None,
   "trials": [],
   "accepted": [],
   "sealed": None,

@@ -35,6 +35,7 @@ class Launch:
     settings: see `worker.Server.load`.
     place: a folder of its own, removed when it ends.
     readable: model files that it needs beside its tree.
+    assets: those of them that it looks for in its data folder, by path there.
     compiled: folder of compiled executables that outlives it; only for trees
       that are trusted. None is a folder in `place`.
     autotuned: table of choices of the compiler, read only.
@@ -51,6 +52,7 @@ class Launch:
   settings: Mapping[str, Any]
   place: Path
   readable: Sequence[Path] = ()
+  assets: Mapping[str, Path] = dataclasses.field(default_factory=dict)
   compiled: Path | None = None
   autotuned: Path | None = None
   table: str | None = None
@@ -105,7 +107,8 @@ class Launch:
     """What it may touch."""
     python = {sys.prefix, sys.base_prefix, sys.exec_prefix}
     read = [*_SYSTEM_FILES, *python, str(self.tree.root)]
-    read += [str(path.resolve()) for path in self.readable]
+    own = (*self.readable, *self.assets.values())
+    read += [str(path.resolve()) for path in own]
     if self.autotuned is not None:
       read.append(str(self.autotuned))
     write = [str(self.temporary), str(self.data)]

@@ -18,7 +18,7 @@ from experiments.controller import checks, sandbox, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.launch import Launch
 from experiments.controller.process import Answer, EngineFault, EngineProcess
-from experiments.controller.session import Session, Times, check_not_slowed
+from experiments.controller.session import Session, Times, Watch, slow_down
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class Bench:
   Attributes:
     place: a folder for what processes write; each gets a new one in it.
     layers: what isolates them.
-    readable: model files that they need.
+    readable, assets: model files that they need; see `Launch`.
     compiled: folder of executables by tree; None keeps none.
     device, platform: see `Launch`.
     start_s, step_s: see `Launch`.
@@ -61,6 +61,7 @@ class Bench:
   place: Path
   layers: sandbox.Layers
   readable: Sequence[Path] = ()
+  assets: Mapping[str, Path] = dataclasses.field(default_factory=dict)
   compiled: Path | None = None
   device: int | None = None
   platform: str | None = None
@@ -89,6 +90,7 @@ class Bench:
       settings=subject.settings,
       place=Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.place)),
       readable=self.readable,
+      assets=self.assets,
       compiled=compiled,
       autotuned=self.autotuned,
       device=self.device,
@@ -110,6 +112,7 @@ class Measured:
     fault: what ended it.
     ready: what each engine said of itself.
     slowed: stock's slow-down beside the candidate, as a share.
+    disturbed: whether that is more than noise; see `session.slow_down`.
     output: the beginning of what each process printed.
   """
 
@@ -118,6 +121,7 @@ class Measured:
   fault: EngineFault | None = None
   ready: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
   slowed: float | None = None
+  disturbed: bool = False
   output: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -133,6 +137,7 @@ def measure(
   deadline: float,
   noise: float | None = None,
   folder: Any = None,
+  watch: Watch = lambda: None,
 ) -> Measured:
   """Runs one session of fresh processes.
 
@@ -146,6 +151,7 @@ def measure(
     deadline: of `time.monotonic()`.
     noise: s_AA, for the comparison of stock with itself.
     folder: a `results.RunFolder` that takes the records.
+    watch: of the card; see `session.Watch`.
   """
   measured = Measured({STOCK: [], CANDIDATE: []})
   subjects = {STOCK: stock, CANDIDATE: candidate}
@@ -161,7 +167,9 @@ def measure(
     if folder is not None:
       folder.request(line)
 
-  session = Session(vocab=vocab, sink=sink, rng=rng, deadline=deadline)
+  session = Session(
+    vocab=vocab, sink=sink, rng=rng, deadline=deadline, watch=watch
+  )
   engines: dict[str, EngineProcess] = {}
   try:
     with EngineProcess(bench.launch(STOCK, stock)) as engines[STOCK]:
@@ -181,7 +189,9 @@ def measure(
       for r in requests[: len(before)]
       if r.id in by_id
     ]
-    measured.slowed = check_not_slowed(CANDIDATE, before, beside, after, noise)
+    measured.slowed, measured.disturbed = slow_down(
+      before, beside, after, noise
+    )
     measured.times = times
   except EngineFault as e:
     measured.fault = e
@@ -253,6 +263,14 @@ def judge(
       return Verdict(
         verdict=REFUSED, check="peak", reason=beyond, exactness=exact
       )
+  if measured.disturbed:
+    return Verdict(
+      verdict=INVALID,
+      check="interference",
+      reason=f"stock is {measured.slowed:.1%} slower beside the candidate than"
+      " alone: the machine was busy, or the candidate kept its device so",
+      exactness=exact,
+    )
   decision = statistics.decide(
     times.units, noise, diverged=exact.diverged or times.divided, seed=seed
   )

@@ -104,6 +104,10 @@ class EngineProcess:
     if launch.compiled is not None:
       launch.compiled.mkdir(parents=True, exist_ok=True)
       (launch.data / "compiled").symlink_to(launch.compiled)
+    for name, file in launch.assets.items():
+      link = launch.data / name
+      link.parent.mkdir(parents=True, exist_ok=True)
+      link.symlink_to(file.resolve())
     command_read, self._commands = os.pipe()
     self._replies, reply_write = os.pipe()
     printed, print_write = os.pipe()
@@ -279,7 +283,20 @@ class EngineProcess:
     if self._printed > MAX_OUTPUT_BYTES:
       raise self.fault("flood", f"printed more than {MAX_OUTPUT_BYTES} bytes")
 
+  def _last_words(self) -> None:
+    """What it printed at its end."""
+    while self._printed <= MAX_OUTPUT_BYTES:
+      try:
+        data = os.read(self._printed_fd, 1 << 16)
+      except BlockingIOError:
+        return
+      if not data:
+        return
+      self._printed += len(data)
+      self.output += data[: max(0, KEPT_BYTES - len(self.output))]
+
   def _died(self) -> EngineFault:
+    self._last_words()
     self.kill()
     status = self._process.returncode if self._process else None
     lines = self.output.decode("utf-8", "replace").strip().splitlines()
@@ -308,6 +325,7 @@ class EngineProcess:
       hung = True
     family.kill()
     family.close()
+    self._last_words()
     self.kill()
     if hung:
       raise self.fault("timeout", "did not end when its commands did")

@@ -15,12 +15,20 @@ import numpy as np
 
 from experiments.controller import statistics
 from experiments.controller.checks import CANDIDATE, STOCK, Request
-from experiments.controller.process import Answer, EngineFault, EngineProcess
+from experiments.controller.process import Answer, EngineProcess
 
 SOLO_REQUESTS = 8
 """Requests that stock also decodes alone, before and after."""
 SLOWED = 0.02
 """Share by which stock may be slower beside the candidate, at least."""
+
+THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+"""Bits of NVML's clocks event reasons: slow-down by hardware, by heat (software
+and hardware), by the power brake."""
+
+State = dict[str, Any]
+Watch = Callable[[], State | None]
+"""What a card says of itself after a request; None where there is none."""
 
 Sink = Callable[[str, Request, Answer, dict[str, Any]], None]
 """Takes an answer: system, request, answer, what else is known of it."""
@@ -34,12 +42,14 @@ class Times:
     stock, candidate: [units, 2], the requests of a pair.
     divided: whether they are per token, since token counts differ.
     late: whether time ran out before all pairs were measured.
+    dropped: pairs left out because the card was throttled for one system alone.
   """
 
   stock: np.ndarray
   candidate: np.ndarray
   divided: bool
   late: bool
+  dropped: int = 0
 
   @property
   def units(self) -> np.ndarray:
@@ -73,6 +83,7 @@ class Session:
     sink: takes every timed answer.
     rng: of the order; the candidate must not know its seed.
     deadline: of `time.monotonic()`; no group is begun after it.
+    watch: asked after every request, off the clock.
   """
 
   def __init__(
@@ -82,9 +93,10 @@ class Session:
     sink: Sink,
     rng: np.random.Generator,
     deadline: float,
+    watch: Watch = lambda: None,
   ):
     self._vocab, self._sink, self._rng = vocab, sink, rng
-    self._deadline = deadline
+    self._deadline, self._watch = deadline, watch
 
   def warm_up(self, engine: EngineProcess, requests: Sequence[Request]) -> None:
     """Decodes some requests, a drawn number of them, untimed."""
@@ -116,18 +128,25 @@ class Session:
     groups = pairs(requests)
     begins = forms(len(groups), self._rng)
     answers: dict[str, list[list[Answer]]] = {STOCK: [], CANDIDATE: []}
-    late = False
+    late, dropped = False, 0
     for group, first_stock in zip(groups, begins, strict=True):
       if time.monotonic() > self._deadline:
         late = True
         break
       found: dict[tuple[str, int], Answer] = {}
+      throttled = {STOCK: False, CANDIDATE: False}
       for place, (system, which) in enumerate(order(bool(first_stock), group)):
         found[system, which] = answer = self._one(engines, system, group[which])
-        self._sink(system, group[which], answer, {"place": place})
+        state = self._watch()
+        throttled[system] |= is_throttled(state)
+        extra = {"place": place} | ({"gpu": state} if state else {})
+        self._sink(system, group[which], answer, extra)
+      if throttled[STOCK] != throttled[CANDIDATE]:
+        dropped += 1
+        continue
       for system in engines:
         answers[system].append([found[system, which] for which in (0, 1)])
-    return _times(answers, late)
+    return _times(answers, late, dropped)
 
   def _one(self, engines, system: str, request: Request) -> Answer:
     (other,) = (e for name, e in engines.items() if name != system)
@@ -140,7 +159,20 @@ class Session:
     return answer
 
 
-def _times(answers: dict[str, list[list[Answer]]], late: bool) -> Times:
+def is_throttled(state: State | None) -> bool:
+  """Whether a card ran slower than it was asked to."""
+  if state is None:
+    return False
+  reasons = str(state.get("clocks_event_reasons.active", "0"))
+  try:
+    return bool(int(reasons, 0) & THROTTLED)
+  except ValueError:  # "[N/A]" of cards that do not tell.
+    return False
+
+
+def _times(
+  answers: dict[str, list[list[Answer]]], late: bool, dropped: int
+) -> Times:
   def table(of: Callable[[Answer], float], system: str) -> np.ndarray:
     rows = [[of(a) for a in row] for row in answers[system]]
     return np.asarray(rows, np.float64).reshape(-1, 2)
@@ -151,40 +183,33 @@ def _times(answers: dict[str, list[list[Answer]]], late: bool) -> Times:
   if divided:
     # Different work: time per token is what can be compared.
     seconds = {name: s / tokens[name] for name, s in seconds.items()}
-  return Times(seconds[STOCK], seconds[CANDIDATE], divided, late)
+  return Times(seconds[STOCK], seconds[CANDIDATE], divided, late, dropped)
 
 
-def check_not_slowed(
-  candidate: str,
+def slow_down(
   before_s: Sequence[float],
   beside_s: Sequence[float],
   after_s: Sequence[float],
   noise: float | None,
-) -> float:
-  """Refuses a candidate beside which stock is slower than alone.
+) -> tuple[float, bool]:
+  """How much slower stock is beside a candidate than alone.
 
   Args:
-    candidate: name of the process that is blamed.
     before_s, after_s: stock's seconds alone, per request, before and after the
       candidate's life: their mean takes out a drift of the machine.
     beside_s: the same requests while the candidate was there.
     noise: s_AA.
 
   Returns:
-    The slow-down, as a share.
-
-  Raises:
-    EngineFault: its lower bound exceeds what noise explains.
+    The slow-down as a share, and whether its lower bound exceeds what noise
+    explains. Then the times say nothing: the machine was busy with other
+    things, or the candidate keeps its device busy.
   """
   count = min(len(before_s), len(after_s), len(beside_s))
+  if count < 2:
+    return 0.0, False
   alone = (np.log(before_s[:count]) + np.log(after_s[:count])) / 2
   r = np.log(beside_s[:count]) - alone
   limit = max(SLOWED, 2 * (noise or 0.0))
-  if np.expm1(statistics.t_bound(r)) > limit:
-    raise EngineFault(
-      candidate,
-      "interference",
-      f"stock is {np.expm1(r.mean()):.1%} slower beside it than alone, over"
-      f" {count} requests",
-    )
-  return float(np.expm1(r.mean()))
+  slower = bool(np.expm1(statistics.t_bound(r)) > limit)
+  return float(np.expm1(r.mean())), slower

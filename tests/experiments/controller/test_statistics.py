@@ -133,7 +133,7 @@ class CalibrationTest(parameterized.TestCase):
 
   @parameterized.product(design=simulation.DESIGNS, noise=simulation.NOISES)
   def test_rates(self, design, noise):
-    repetitions = 60
+    repetitions = 40
     model = simulation.Model(design=design, noise=noise)
 
     def rate(gain):
