@@ -5,6 +5,7 @@ what was asked: a frame that nobody asked for, a token too many, a frame that is
 late or too long ends the process, with the reason.
 """
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -297,6 +298,10 @@ class EngineProcess:
 
   def _died(self) -> EngineFault:
     self._last_words()
+    if self._process is not None:
+      # Its pipes close a moment before its status is known.
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.wait(timeout=1)
     self.kill()
     status = self._process.returncode if self._process else None
     lines = self.output.decode("utf-8", "replace").strip().splitlines()
