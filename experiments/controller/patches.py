@@ -6,10 +6,13 @@ changes and deletions of text files and refuses all else by name.
 """
 
 import dataclasses
+import difflib
 import fnmatch
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from specpilot_jax.errors import SpecPilotError
 
@@ -282,6 +285,86 @@ def _lines(text: str) -> list[str]:
   parts = text.split("\n")
   lines = [part + "\n" for part in parts[:-1]]
   return lines + ([parts[-1]] if parts[-1] else [])
+
+
+def render(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> bytes:
+  """A patch from one tree to another, as `parse` reads it.
+
+  Args:
+    old, new: content by path, text.
+  """
+  parts = []
+  for path in sorted(old.keys() | new.keys()):
+    before, after = old.get(path), new.get(path)
+    if before == after:
+      continue
+    parts.append(f"diff --git a/{path} b/{path}\n")
+    if before is None:
+      parts.append("new file mode 100644\n")
+    if after is None:
+      parts.append("deleted file mode 100644\n")
+    names = (
+      "/dev/null" if before is None else f"a/{path}",
+      "/dev/null" if after is None else f"b/{path}",
+    )
+    lines = difflib.unified_diff(
+      _lines((before or b"").decode()), _lines((after or b"").decode()), *names
+    )
+    for line in lines:
+      ended = line.endswith("\n")
+      parts.append(line if ended else f"{line}\n\\ No newline at end of file\n")
+  return "".join(parts).encode()
+
+
+class Conflict(PatchError):
+  """Two patches that change the same place; says which."""
+
+
+def merge(base: Mapping[str, bytes], first: bytes, second: bytes) -> bytes:
+  """Two patches over one base as one, by three-way merges of files.
+
+  Raises:
+    Conflict: both change the same place of a file, or one deletes what the
+      other changes.
+    PatchError: one of them is refused by itself.
+  """
+  if not first or not second:
+    return first or second
+  ours, theirs = (apply(base, parse(patch)) for patch in (first, second))
+  merged = dict(ours)
+  for path in theirs.keys() | base.keys():
+    versions = base.get(path), ours.get(path), theirs.get(path)
+    before, mine, its = versions
+    if its == before or its == mine:
+      continue
+    if mine == before:
+      if its is None:
+        del merged[path]
+      else:
+        merged[path] = its
+    elif before is None or mine is None or its is None:
+      raise Conflict(f"{path}: both add it, or one deletes it")
+    else:
+      merged[path] = _merge_file(path, mine, before, its)
+  return render(base, merged)
+
+
+def _merge_file(path: str, mine: bytes, before: bytes, its: bytes) -> bytes:
+  with tempfile.TemporaryDirectory() as folder:
+    names = [Path(folder) / name for name in ("mine", "before", "its")]
+    for name, data in zip(names, (mine, before, its), strict=True):
+      name.write_bytes(data)
+    try:
+      done = subprocess.run(
+        ["git", "merge-file", "-p", *map(str, names)],
+        capture_output=True,
+        cwd=folder,
+      )
+    except OSError as e:
+      raise PatchError(f"{path}: git merge-file: {e.strerror}") from None
+  if done.returncode:
+    raise Conflict(f"{path}: both patches change the same place")
+  return done.stdout
 
 
 def review(changes: Sequence[FileChange]) -> list[str]:
