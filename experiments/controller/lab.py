@@ -38,6 +38,8 @@ from specpilot_jax.mechanisms import registry
 WARM_UPS = 3
 """Requests kept for warming up; a drawn number of them is decoded."""
 AUTOTUNED = "autotuned.textproto"
+MIN_CUT = 16
+"""Tokens of the shortest text that is cut to make a new request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,12 +140,14 @@ class Lab:
       kernels=settings.flags.get("kernels", "reference"),
     )
     self._trees: dict[str | None, tree.Tree] = {}
+    self._run_label: dict[str, Any] | None = None
     self.stock = self._subject(self.stock_system)
     self.rng = np.random.default_rng()
     self._probe()
 
   @property
   def units(self) -> int:
+    """Pairs of requests of a test."""
     return (len(self.requests) - WARM_UPS) // 2
 
   def _tree(self, patch: bytes | None) -> tuple[tree.Tree, list[str]]:
@@ -185,6 +189,7 @@ class Lab:
         "options": options,
         "target": self.settings.target,
         "drafter": system.drafter,
+        "run": self._run_label,
       },
     )
 
@@ -217,10 +222,8 @@ class Lab:
     self.environment = environment.of_machine(self.machine, self.settings.flags)
     self.weights_sha256 = dict(ready["sha256"])
     run = environment.run_label(self.environment)
-    self.stock = dataclasses.replace(
-      self.stock, record={**self.stock.record, "run": run}
-    )
     self._run_label = run
+    self.stock = self._subject(self.stock_system)
     s = self.settings
     self.deployment_mark = {
       "target": self.source.config.name,
@@ -257,10 +260,11 @@ class Lab:
     warm_ups: Sequence[Request],
     deadline: float,
     folder: results.RunFolder | None,
+    against: paired.Subject | None = None,
   ) -> paired.Measured:
     return paired.measure(
       self.bench,
-      self.stock,
+      against or self.stock,
       candidate,
       requests,
       warm_ups,
@@ -299,55 +303,50 @@ class Lab:
     return mean
 
   def test(
-    self, system: System, folder: results.RunFolder, deadline: float
+    self,
+    system: System,
+    folder: results.RunFolder,
+    deadline: float,
+    against: System | None = None,
   ) -> Tested:
-    """A paired test of a system against stock.
+    """A paired test of a system against stock, or against a champion.
 
-    The level is spent in the ledger before anything is measured.
+    The level is spent in the ledger before anything is measured. Tokens are
+    always forced by stock.
+
+    Args:
+      folder: takes records and events.
+      deadline: of `time.monotonic()`.
+      against: in the place of stock.
 
     Raises:
       patches.PatchError: the patch is refused before anything runs.
     """
     began = time.monotonic()
-    built, review = self._tree(system.patch)
+    _, review = self._tree(system.patch)
     candidate = self._subject(system)
-    candidate = dataclasses.replace(
-      candidate, record={**candidate.record, "run": self._run_label}
-    )
+    base = self.stock if against is None else self._subject(against)
     requests, warm_ups, seen = self._draw()
     protected = tree.protected()
     number = self.ledger.begin(system.id, [r.id for r in requests])
     trees = {
-      STOCK: self.stock.tree.manifest.root_hash,
-      CANDIDATE: built.manifest.root_hash,
+      STOCK: base.tree.manifest.root_hash,
+      CANDIDATE: candidate.tree.manifest.root_hash,
       "protected": protected.root_hash,
     }
     folder.event("test_begun", id=system.id, test=number, trees=trees)
     for line in review:
       folder.event("needs_review", id=system.id, line=line)
-    measured = self._measure(candidate, requests, warm_ups, deadline, folder)
+    measured = self._measure(
+      candidate, requests, warm_ups, deadline, folder, base
+    )
     forced: dict[str, Any] = {}
 
     def force(records: checks.Records) -> Mapping[str, Any]:
       forced.update(self._force(folder.path))
       return forced
 
-    try:
-      paired.check_trees([self.stock, candidate], protected)
-      verdict = paired.judge(
-        measured,
-        config=self.source.config,
-        tokenizer=self.source.tokenizer,
-        forced=force,
-        floor=checks.device_floor(
-          self.source.config, self.machine["device_kind"]
-        ),
-        noise=self.sessions.s_aa,
-      )
-    except EngineFault as e:
-      verdict = paired.Verdict(
-        verdict=paired.REFUSED, check=e.kind, reason=e.reason
-      )
+    verdict = self._judge(measured, [base, candidate], protected, force)
     outcome = {"verdict": verdict.verdict, "reason": verdict.reason}
     self.ledger.end(number, outcome)
     folder.event("test_ended", id=system.id, test=number, **outcome)
@@ -364,15 +363,98 @@ class Lab:
       seconds=time.monotonic() - began,
     )
 
+  def _judge(self, measured, subjects, protected, force) -> paired.Verdict:
+    kind = self.machine["device_kind"]
+    try:
+      paired.check_trees(subjects, protected)
+    except EngineFault as e:
+      return paired.Verdict(
+        verdict=paired.REFUSED, check=e.kind, reason=e.reason
+      )
+    return paired.judge(
+      measured,
+      config=self.source.config,
+      tokenizer=self.source.tokenizer,
+      forced=force,
+      floor=checks.device_floor(self.source.config, kind),
+      noise=self.sessions.s_aa,
+    )
+
+  def screen(
+    self,
+    system: System,
+    against: System,
+    units: int,
+    folder: results.RunFolder,
+    deadline: float,
+  ) -> tuple[paired.Measured, paired.Verdict]:
+    """A short session of development requests: no look that counts.
+
+    Tokens are forced where any output differs.
+    """
+    candidate, base = self._subject(system), self._subject(against)
+    drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
+    count = min(units, self.units)
+    protected = tree.protected()
+    measured = self._measure(
+      candidate,
+      drawn[WARM_UPS : WARM_UPS + 2 * count],
+      drawn[:WARM_UPS],
+      deadline,
+      folder,
+      base,
+    )
+
+    def force(records: checks.Records) -> Mapping[str, Any]:
+      outputs = [
+        {r["request"]: r["output_ids"] for r in records[name]}
+        for name in (STOCK, CANDIDATE)
+      ]
+      if outputs[0] == outputs[1]:
+        return {"verdict": "pass", "reason": "all outputs are stock's"}
+      return self._force(folder.path)
+
+    verdict = self._judge(measured, [base, candidate], protected, force)
+    return measured, verdict
+
+  def generate(
+    self,
+    system: System,
+    name: str,
+    prompts: Sequence[Request],
+    folder: results.RunFolder,
+  ) -> None:
+    """Untimed outputs of a system, for token forcing.
+
+    Args:
+      name: of the system in the records: `stock` or `candidate`.
+      prompts: with their own sampling.
+
+    Raises:
+      EngineFault: of the process.
+    """
+    subject = self._subject(system)
+    with EngineProcess(self.bench.launch(name, subject)) as engine:
+      for request in prompts:
+        answer = engine.generate(
+          request.prompt_ids, request.sampling, self.source.config.valid_vocab
+        )
+        folder.request(checks.record(name, request, answer, subject.record))
+
+  def force(self, folder: Path) -> Mapping[str, Any]:
+    """Stock's verdict on the candidate's records in a folder."""
+    return self._force(folder)
+
   def _draw(self) -> tuple[list[Request], list[Request], int]:
-    """Requests in drawn order, those that no test has seen first; those to
-    warm up with; and how many of the first have been seen."""
+    """Requests in drawn order, each cut anew where it can be; those to warm up
+    with; and how many of the first an earlier test has used."""
     used = self.ledger.used_requests
     drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
+    drawn = [fresh(request, used, self.rng) for request in drawn]
     drawn.sort(key=lambda request: request.id in used)
     count = 2 * self.units
     seen = sum(request.id in used for request in drawn[:count])
-    return drawn[:count], drawn[count:], seen
+    return drawn[:count], drawn[count : count + WARM_UPS], seen
 
   def _force(self, run: Path) -> Mapping[str, Any]:
     """Stock's verdict on the candidate's tokens, by a process of its own: the
@@ -395,6 +477,28 @@ class Lab:
       last = (done.stderr.strip().splitlines() or ["no message"])[-1]
       return {"verdict": "inconclusive", "reason": f"forcing failed: {last}"}
     return results.read_result(where)["token_forcing"][CANDIDATE]
+
+
+def fresh(
+  request: Request, used: set[str], rng: np.random.Generator
+) -> Request:
+  """The request, or one that no test has used: its text cut at another place.
+
+  A text that is to be continued gives a new request for each of its
+  beginnings of at least half its length. A prompt in a chat template cannot be
+  cut.
+  """
+  ids = request.prompt_ids
+  if request.id not in used or request.prompt.chat or len(ids) < MIN_CUT:
+    return request
+  for size in rng.permutation(np.arange(len(ids) // 2, len(ids))):
+    name = f"{request.id}@{size}"
+    if name not in used:
+      prompt = dataclasses.replace(
+        request.prompt, id=name, token_ids=tuple(ids[: int(size)])
+      )
+      return dataclasses.replace(request, prompt=prompt)
+  return request
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def test_a_round(whole):
     "overhead/h": "floor",
     "a=1": "small",
     "b=1": "accept",
-    "b=2": "small",
+    "b=2": "slower",
     "c=1": "conflict",
     "d=1": "accept",
     "e=1": "slower",
