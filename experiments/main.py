@@ -6,6 +6,8 @@
     python -m experiments.main --job=token_force --target=PATH --requests=RUN
     python -m experiments.main --job=paired_test --flagfile=A.flags \\
       --candidate=B.flags
+    python -m experiments.main --flagfile=cpu_smoke.flags --job=round
+    python -m experiments.main --flagfile=cpu_smoke.flags --job=faults
     python -m experiments.main --job=report --output_dir=RUN
 
 A flag file named without a folder is looked for in the working directory, then
@@ -27,20 +29,25 @@ from experiments import (
   settings,
 )
 from experiments.controller import paired_test
+from experiments.faults import job as faults
 from experiments.metrics import MeasurementError
+from experiments.rounds import job as rounds
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
 from specpilot_jax import cli, kernels, loading, sampling_flags
 from specpilot_jax.configs import DTYPES, SystemConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
-JOBS = ("benchmark", "profile", "token_force", "paired_test", "report")
+JOBS = (
+  "benchmark", "profile", "token_force", "paired_test", "round", "faults",
+  "report",
+)  # fmt: skip
 
 _JOB = flags.DEFINE_enum(
   "job", "benchmark", JOBS, "benchmark: systems side by side. profile: that,"
   " and the cost model of stock. token_force: judge recorded requests."
-  " paired_test: a candidate against stock, apart. report: write a run's report"
-  " again.",
+  " paired_test: a candidate against stock, apart. round: explore, integrate,"
+  " tune, seal. faults: which check sees which. report: write a run's report again.",
 )  # fmt: skip
 _OUTPUT_DIR = flags.DEFINE_string(
   "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."
@@ -185,6 +192,11 @@ def main() -> None:
       status = paired_test.run(
         read_settings(), told.candidate, told.patch, told.aa_sessions
       )
+    elif _JOB.value == "round":
+      status = rounds.run(read_settings(), read_controller(read_settings).round)
+    elif _JOB.value == "faults":
+      told = read_controller(read_settings)
+      status = faults.run(read_settings(), told.faults, *told.fault_requests)
     else:
       status = benchmark.run(read_settings(), profile=_JOB.value == "profile")
   except MeasurementError as e:

@@ -32,7 +32,6 @@ _EMPTY: dict[str, Any] = {
   "requests_sha256": None,
   "token_forcing": {},
   "cost_model": None,
-  "paired_test": None,
   "trials": [],
   "accepted": [],
   "sealed": None,
@@ -44,6 +43,14 @@ _EMPTY: dict[str, Any] = {
   "device_memory": None,
   "timing_s": {},
   "notes": [],
+}
+
+# Keys that results of earlier commits lack.
+_ADDED: dict[str, Any] = {
+  "paired_test": None,
+  "round": None,
+  "champion": None,
+  "faults": None,
 }
 
 # Fields of a record that token forcing and reports read, with their types.
@@ -76,7 +83,7 @@ _COUNT_LISTS = ("emitted_per_step", "drafted_per_step", "accepted_per_step")
 def empty_result(job: str) -> dict[str, Any]:
   """A result.json of schema 1 with nothing in it."""
   # A copy by JSON, so that no two results share a list.
-  return json.loads(json.dumps(_EMPTY)) | {"job": job}
+  return json.loads(json.dumps(_EMPTY | _ADDED)) | {"job": job}
 
 
 def to_json(value: Any) -> Any:
@@ -190,7 +197,7 @@ def read_result(folder: Path) -> dict[str, Any]:
   missing = sorted(_EMPTY.keys() - result.keys())
   if missing:
     raise SpecPilotError(f"{path}: field {missing[0]!r} is missing")
-  return result
+  return _ADDED | result
 
 
 def read_requests(path: Path) -> list[dict[str, Any]]:

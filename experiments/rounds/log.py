@@ -23,12 +23,18 @@ class Log:
 
   Args:
     path: made where it is not there.
+    tell: called with key, result and seconds of work that has ended.
     clock: epoch seconds.
   """
 
-  def __init__(self, path: Path, clock: Callable[[], float] = time.time):
+  def __init__(
+    self,
+    path: Path,
+    tell: Callable[[str, Any, float], None] | None = None,
+    clock: Callable[[], float] = time.time,
+  ):
     self.path = path
-    self._clock = clock
+    self._tell, self._clock = tell, clock
     self._lines = self._read()
     self._results = {
       line["key"]: line["result"]
@@ -69,15 +75,13 @@ class Log:
     began = self._clock()
     # What is used now is what a resumption will read.
     result = json.loads(json.dumps(work(), allow_nan=False))
+    seconds = self._clock() - began
     self._append(
-      {
-        "event": DONE,
-        "key": key,
-        "result": result,
-        "seconds": self._clock() - began,
-      }
+      {"event": DONE, "key": key, "result": result, "seconds": seconds}
     )
     self._results[key] = result
+    if self._tell is not None:
+      self._tell(key, result, seconds)
     return result
 
   def note(self, kind: str, **fields: Any) -> None:
