@@ -137,7 +137,14 @@ def define_controller_flags() -> Reader:
     own, code = None, patch.value
     if candidate.value is not None:
       own, code = _parse(candidate.value, settings, patch)
-    return ControllerSettings(own, _path(code), aa_sessions.value, read_round())
+    return ControllerSettings(
+      candidate=own,
+      patch=_path(code),
+      aa_sessions=aa_sessions.value,
+      round=read_round(),
+      faults=tuple(faults.value),
+      fault_requests=(fault_short.value, fault_long.value),
+    )
 
   return read
 

@@ -47,7 +47,8 @@ _JOB = flags.DEFINE_enum(
   "job", "benchmark", JOBS, "benchmark: systems side by side. profile: that,"
   " and the cost model of stock. token_force: judge recorded requests."
   " paired_test: a candidate against stock, apart. round: explore, integrate,"
-  " tune, seal. faults: which check sees which. report: write a run's report again.",
+  " tune, seal. faults: which check sees which fault. report: write a run's"
+  " report again.",
 )  # fmt: skip
 _OUTPUT_DIR = flags.DEFINE_string(
   "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."
