@@ -180,7 +180,7 @@ def measure(
         CANDIDATE
       ]:
         measured.ready[CANDIDATE] = engines[CANDIDATE].ready
-        session.warm_up(engines[CANDIDATE], warm_ups)
+        session.warm_up_both(engines[STOCK], engines[CANDIDATE], warm_ups)
         times = session.run(engines[STOCK], engines[CANDIDATE], requests)
       after = session.solo(engines[STOCK], requests)
     by_id = {r["request"]: r["metrics"] for r in measured.records[STOCK]}
