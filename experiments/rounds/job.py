@@ -184,7 +184,9 @@ def run(settings: Settings, told: RoundSettings) -> int:
     deadline=deadline,
   )
   try:
-    with LabWorld(settings, folder, told.sealed) as world:
+    with LabWorld(
+      settings, folder, told.sealed, aa_sessions=told.aa_sessions
+    ) as world:
       outcome = Round(
         log, world, [_Patient(a) for a in agents], budget, plan,
         folder / "agents",

@@ -48,6 +48,7 @@ class LabWorld:
     settings: of the run.
     folder: of the run; every session has one below it.
     sealed: the last test.
+    aa_sessions: that are enough; those of earlier runs count.
     deadline: of `time.monotonic()`.
   """
 
@@ -56,10 +57,13 @@ class LabWorld:
     settings: Settings,
     folder: Path,
     sealed: Sealed,
+    *,
+    aa_sessions: int = statistics.WANTED_SESSIONS,
     deadline: float = math.inf,
   ):
     self._settings, self._folder = settings, folder
     self._sealed, self._deadline = sealed, deadline
+    self._aa_sessions = aa_sessions
     self._labs: dict[str, Lab] = {}
     self._stack = contextlib.ExitStack()
 
@@ -173,7 +177,7 @@ class LabWorld:
   def aa(self) -> dict[str, Any]:
     lab = self.lab()
     # Sessions of earlier runs of this deployment count.
-    if len(lab.sessions) >= statistics.WANTED_SESSIONS:
+    if len(lab.sessions) >= self._aa_sessions:
       return {"mean": None, "sessions": len(lab.sessions), "reused": True}
     mean = lab.aa_session(self._deadline)
     return {"mean": mean, "sessions": len(lab.sessions), "reused": False}
