@@ -26,6 +26,7 @@ class ControllerSettings:
     candidate: settings of the candidate's own flag file; None without one.
     patch: its unified diff; None without one.
     aa_sessions: A/A sessions to have on record before a test.
+    blocks: of processes in a paired test; 0 holds both engines at once.
     round: what is asked of a round.
     faults: of the catalogue; none for all.
     fault_requests: short ones, and long ones.
@@ -34,6 +35,7 @@ class ControllerSettings:
   candidate: Settings | None
   patch: Path | None
   aa_sessions: int
+  blocks: int
   round: RoundSettings
   faults: tuple[str, ...]
   fault_requests: tuple[int, int]
@@ -58,6 +60,11 @@ def define_controller_flags() -> Reader:
   )
   aa_sessions = flags.DEFINE_integer(
     "aa_sessions", 0, "A/A sessions to have on record first; 8 make a gate.",
+    lower_bound=0,
+  )  # fmt: skip
+  blocks = flags.DEFINE_integer(
+    "blocks", 0, "Blocks of four processes in a paired test, for engines that"
+    " do not fit on the device together; 0 holds both.",
     lower_bound=0,
   )  # fmt: skip
   agents = flags.DEFINE_list(
@@ -141,6 +148,7 @@ def define_controller_flags() -> Reader:
       candidate=own,
       patch=_path(code),
       aa_sessions=aa_sessions.value,
+      blocks=blocks.value,
       round=read_round(),
       faults=tuple(faults.value),
       fault_requests=(fault_short.value, fault_long.value),

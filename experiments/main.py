@@ -191,7 +191,11 @@ def main() -> None:
     elif _JOB.value == "paired_test":
       told = read_controller(read_settings)
       status = paired_test.run(
-        read_settings(), told.candidate, told.patch, told.aa_sessions
+        read_settings(),
+        told.candidate,
+        told.patch,
+        told.aa_sessions,
+        told.blocks,
       )
     elif _JOB.value == "round":
       status = rounds.run(read_settings(), read_controller(read_settings).round)

@@ -23,7 +23,9 @@ from experiments.controller import (
   noise,
   paired,
   patches,
+  process_blocks,
   sandbox,
+  statistics,
   tree,
 )
 from experiments.controller.checks import CANDIDATE, STOCK, Request
@@ -90,12 +92,18 @@ class Lab:
     settings: of the run; its target, prompts and sampling.
     place: a temporary folder.
     device: index of the GPU; None is JAX's choice.
+    blocks: of processes, for engines that do not fit together; 0 holds both.
   """
 
   def __init__(
-    self, settings: Settings, place: Path, device: int | None = None
+    self,
+    settings: Settings,
+    place: Path,
+    device: int | None = None,
+    blocks: int = 0,
   ):
     self.settings = settings
+    self.blocks = blocks
     self.place = place
     self.source = loading.open_target(settings.target)
     prompts = benchmark.load_requests(settings, self.source)
@@ -112,10 +120,14 @@ class Lab:
       )
       for i, prompt in enumerate(prompts)
     ]
-    if len(self.requests) < WARM_UPS + 2:
+    if blocks and blocks < statistics.MIN_BLOCKS:
       raise SpecPilotError(
-        f"a paired test needs {WARM_UPS} prompts to warm up and two at least"
-        f" to measure, got {len(self.requests)}"
+        f"blocks must be at least {statistics.MIN_BLOCKS}, or 0, got {blocks}"
+      )
+    if len(self.requests) < WARM_UPS + max(2, blocks):
+      raise SpecPilotError(
+        f"a paired test needs {WARM_UPS} prompts to warm up and"
+        f" {max(2, blocks)} at least to measure, got {len(self.requests)}"
       )
     readable, assets = [], {}
     for name in (settings.target, settings.drafter):
@@ -147,7 +159,11 @@ class Lab:
 
   @property
   def units(self) -> int:
-    """Pairs of requests of a test."""
+    """Pairs of requests of a test, or blocks."""
+    return self.blocks or self._pairs
+
+  @property
+  def _pairs(self) -> int:
     return (len(self.requests) - WARM_UPS) // 2
 
   def _tree(self, patch: bytes | None) -> tuple[tree.Tree, list[str]]:
@@ -241,7 +257,7 @@ class Lab:
       noise.fingerprint(
         self.deployment_mark,
         {**self.machine, **card},
-        f"one device, S C C S, {self.units} units",
+        f"one device, S C C S, {self._pairs} pairs, {self.blocks} blocks",
       )
     )
     self.ledger = ledger.Ledger(
@@ -262,6 +278,20 @@ class Lab:
     folder: results.RunFolder | None,
     against: paired.Subject | None = None,
   ) -> paired.Measured:
+    if self.blocks:
+      return process_blocks.measure(
+        self.bench,
+        against or self.stock,
+        candidate,
+        requests,
+        warm_ups,
+        blocks=self.blocks,
+        vocab=self.source.config.valid_vocab,
+        rng=self.rng,
+        deadline=deadline,
+        folder=folder,
+        watch=self._watch,
+      )
     return paired.measure(
       self.bench,
       against or self.stock,
@@ -378,6 +408,7 @@ class Lab:
       forced=force,
       floor=checks.device_floor(self.source.config, kind),
       noise=self.sessions.s_aa,
+      min_units=statistics.MIN_BLOCKS if self.blocks else statistics.MIN_UNITS,
     )
 
   def screen(
@@ -394,7 +425,7 @@ class Lab:
     """
     candidate, base = self._subject(system), self._subject(against)
     drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
-    count = min(units, self.units)
+    count = min(units, self._pairs)
     protected = tree.protected()
     measured = self._measure(
       candidate,
@@ -452,7 +483,7 @@ class Lab:
     drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
     drawn = [fresh(request, used, self.rng) for request in drawn]
     drawn.sort(key=lambda request: request.id in used)
-    count = 2 * self.units
+    count = 2 * self._pairs
     seen = sum(request.id in used for request in drawn[:count])
     return drawn[:count], drawn[count : count + WARM_UPS], seen
 
@@ -502,11 +533,13 @@ def fresh(
 
 
 @contextlib.contextmanager
-def open_lab(settings: Settings, device: int | None = None) -> Generator[Lab]:
+def open_lab(
+  settings: Settings, device: int | None = None, blocks: int = 0
+) -> Generator[Lab]:
   """A lab whose temporary files are gone when it ends."""
   place = Path(tempfile.mkdtemp(prefix="specpilot-lab-"))
   try:
-    yield Lab(settings, place, device)
+    yield Lab(settings, place, device, blocks)
   finally:
     tree.remove(place)
     shutil.rmtree(place, ignore_errors=True)

@@ -18,7 +18,13 @@ from experiments.controller import checks, sandbox, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.launch import Launch
 from experiments.controller.process import Answer, EngineFault, EngineProcess
-from experiments.controller.session import Session, Times, Watch, slow_down
+from experiments.controller.session import (
+  Session,
+  Sink,
+  Times,
+  Watch,
+  slow_down,
+)
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.tokenizer import Tokenizer
@@ -125,6 +131,25 @@ class Measured:
   output: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+def recorder(
+  measured: Measured, subjects: Mapping[str, Subject], folder: Any
+) -> Sink:
+  """What takes answers: to the records of a session, and to its folder."""
+
+  def sink(system: str, request: Request, answer: Answer, extra) -> None:
+    try:
+      line = checks.record(
+        system, request, answer, {**subjects[system].record, **extra}
+      )
+    except SpecPilotError as e:
+      raise EngineFault(system, "frames", str(e)) from None
+    measured.records[system].append(line)
+    if folder is not None:
+      folder.request(line)
+
+  return sink
+
+
 def measure(
   bench: Bench,
   stock: Subject,
@@ -156,17 +181,7 @@ def measure(
   measured = Measured({STOCK: [], CANDIDATE: []})
   subjects = {STOCK: stock, CANDIDATE: candidate}
 
-  def sink(system: str, request: Request, answer: Answer, extra) -> None:
-    try:
-      line = checks.record(
-        system, request, answer, {**subjects[system].record, **extra}
-      )
-    except SpecPilotError as e:
-      raise EngineFault(system, "frames", str(e)) from None
-    measured.records[system].append(line)
-    if folder is not None:
-      folder.request(line)
-
+  sink = recorder(measured, subjects, folder)
   session = Session(
     vocab=vocab, sink=sink, rng=rng, deadline=deadline, watch=watch
   )
@@ -230,6 +245,7 @@ def judge(
   forced: checks.Judge | None,
   floor: checks.Floor | None,
   noise: float | None,
+  min_units: int = statistics.MIN_UNITS,
   seed: int = 0,
 ) -> Verdict:
   """The verdict on a session.
@@ -240,6 +256,7 @@ def judge(
     forced: token forcing by stock.
     floor: of the card; None where its peaks are not known.
     noise: s_AA of the deployment.
+    min_units: that a decision needs.
     seed: of the bootstrap.
   """
   fault = measured.fault
@@ -272,7 +289,11 @@ def judge(
       exactness=exact,
     )
   decision = statistics.decide(
-    times.units, noise, diverged=exact.diverged or times.divided, seed=seed
+    times.units,
+    noise,
+    diverged=exact.diverged or times.divided,
+    min_units=min_units,
+    seed=seed,
   )
   verdict, reason = decision.verdict, decision.reason
   if exact.verdict != "pass" and verdict == statistics.ACCEPT:

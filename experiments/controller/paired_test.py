@@ -188,6 +188,7 @@ def run(
   candidate: Settings | None,
   patch: Path | None,
   aa_sessions: int,
+  blocks: int = 0,
 ) -> int:
   """Runs the job; the exit status.
 
@@ -196,6 +197,7 @@ def run(
     candidate: of its own flag file, where there is one.
     patch: of the candidate.
     aa_sessions: A/A sessions to have on record first.
+    blocks: of processes, for engines that do not fit together; 0 holds both.
 
   Returns:
     0, or 1 where the candidate was refused or the measurement says nothing.
@@ -217,7 +219,7 @@ def run(
   deadline = math.inf
   if settings.max_wall_s is not None:
     deadline = started + settings.max_wall_s
-  with lab_lib.open_lab(settings) as lab:
+  with lab_lib.open_lab(settings, blocks=blocks) as lab:
     if settings.card is not None:
       plan.check_kind(settings.card, lab.machine)
     return _run(lab, system, aa_sessions, started, deadline)
@@ -235,7 +237,7 @@ def _run(
     "sets": list(settings.prompt_sets),
     "split": settings.split,
     "chat": lab.requests[0].prompt.chat,
-    "requests": 2 * lab.units,
+    "requests": len(lab.requests) - lab_lib.WARM_UPS,
     "turns": 1,
   }
   folder = results.RunFolder(

@@ -98,6 +98,10 @@ class Session:
     self._vocab, self._sink, self._rng = vocab, sink, rng
     self._deadline, self._watch = deadline, watch
 
+  @property
+  def is_late(self) -> bool:
+    return time.monotonic() > self._deadline
+
   def warm_up(self, engine: EngineProcess, requests: Sequence[Request]) -> None:
     """Decodes some requests, a drawn number of them, untimed."""
     count = int(self._rng.integers(1, len(requests) + 1))
@@ -148,7 +152,7 @@ class Session:
     answers: dict[str, list[list[Answer]]] = {STOCK: [], CANDIDATE: []}
     late, dropped = False, 0
     for group, first_stock in zip(groups, begins, strict=True):
-      if time.monotonic() > self._deadline:
+      if self.is_late:
         late = True
         break
       found: dict[tuple[str, int], Answer] = {}
