@@ -36,8 +36,8 @@ class Launch:
     place: a folder of its own, removed when it ends.
     readable: model files that it needs beside its tree.
     assets: those of them that it looks for in its data folder, by path there.
-    compiled: folder of compiled executables that outlives it; only for trees
-      that are trusted. None is a folder in `place`.
+    compiled: folder of compiled executables that outlives it, of its tree
+      alone. None is a folder in `place`.
     autotuned: table of choices of the compiler, read only.
     table: file in `place` to write such a table to.
     device: index of the GPU; None shows all.

@@ -63,6 +63,8 @@ def measure(
   answers: dict[str, list[list[list[Answer]]]] = {STOCK: [], CANDIDATE: []}
   late = False
   try:
+    for name, subject in subjects.items():
+      bench.prepare(name, subject)
     for index, first_stock in enumerate(forms(blocks, rng)):
       part = requests[index::blocks]
       if session.is_late:
