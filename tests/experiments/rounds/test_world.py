@@ -15,7 +15,7 @@ from experiments import benchmark, results
 from experiments.agents.protocol import Proposal
 from experiments.agents.replay import Replay
 from experiments.controller import lab as lab_lib
-from experiments.controller import tree
+from experiments.controller import noise, session, tree
 from experiments.rounds import phases
 from experiments.rounds.log import Budget, Log
 from experiments.rounds.world import LabWorld, Sealed
@@ -27,16 +27,16 @@ from tests.exploits import standin
 
 PASS = "    time.sleep(STEP_S)\n    tokens = []\n"
 FAST = standin.change(
-  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S / 3")
+  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S / 9")
 )
 FASTER = standin.change(
-  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S / 8")
+  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S / 20")
 )
 CHEAT = standin.change(
   standin.ENGINE, PASS, "    return [7] * count\n    tokens = []\n"
 )
 SLOW = standin.change(
-  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S * 2")
+  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S * 3")
 )
 PROTECTED = FAST.replace(
   standin.ENGINE.encode(), b"experiments/controller/worker.py"
@@ -118,6 +118,9 @@ def proposal(patch: bytes, **fields) -> Proposal:
 def test_patches_through_every_gate(settings, tmp_path, monkeypatch):
   # The stand-in's long outputs are 40 tokens.
   monkeypatch.setattr("experiments.rounds.world.LATE", 30)
+  # Whatever else this machine does: sessions are measured as they come.
+  monkeypatch.setattr(session, "SLOWED", 9.0)
+  monkeypatch.setattr(noise.Sessions, "s_aa", 0.05)
   made = {
     "fast": proposal(FAST),
     "cheat": proposal(CHEAT),
