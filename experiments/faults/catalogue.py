@@ -48,8 +48,10 @@ CATALOGUE = (
   ),
   Fault(name="logit_noise", says="logits are not repeatable", size=1e-4),
   Fault(
-    name="gdn_state_stale_after_full_accept",
-    says="a pass that accepts all leaves the recurrent state as it was",
+    name="gdn_state_stale_after_long_accept",
+    says="a pass that emits six tokens or more leaves the recurrent state as it"
+    " was",
+    size=6,
     recurrent=True,
   ),
   Fault(

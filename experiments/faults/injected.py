@@ -87,8 +87,12 @@ def _where(condition, a, b):
 
 
 def _stale(size: float) -> None:
-  del size
-  _wrap_commit(lambda path, count: (path, count, count >= path.shape[0]))
+  def change(path, count):
+    # A run of one is prefill or has no drafts.
+    acts = path.shape[0] > 1
+    return path, count, (count >= size) if acts else None
+
+  _wrap_commit(change)
 
 
 def _clamped(size: float) -> None:
@@ -245,7 +249,7 @@ _FAULTS = {
   "none": lambda size: None,
   "logit_bias_after_2048": _late_bias,
   "logit_noise": _noise,
-  "gdn_state_stale_after_full_accept": _stale,
+  "gdn_state_stale_after_long_accept": _stale,
   "gdn_commit_clamped": _clamped,
   "gdn_path_mixed_up": _swapped,
   "conv_window_off_by_one": _conv_off_by_one,
