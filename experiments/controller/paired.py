@@ -6,6 +6,7 @@ caught it. `invalid` is a measurement that says nothing of the candidate: stock
 failed, or time ran out.
 """
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -209,25 +210,35 @@ def measure(
   try:
     for name, subject in subjects.items():
       bench.prepare(name, subject)
-    with EngineProcess(bench.launch(STOCK, stock)) as engines[STOCK]:
-      measured.ready[STOCK] = engines[STOCK].ready
-      session.warm_up(engines[STOCK], warm_ups)
-      before = session.solo(engines[STOCK], requests)
-      with EngineProcess(bench.launch(CANDIDATE, candidate)) as engines[
-        CANDIDATE
-      ]:
-        measured.ready[CANDIDATE] = engines[CANDIDATE].ready
-        session.warm_up_both(engines[STOCK], engines[CANDIDATE], warm_ups)
-        times = session.run(engines[STOCK], engines[CANDIDATE], requests)
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as guest:
+
+      def start(name: str, stack: contextlib.ExitStack) -> EngineProcess:
+        engines[name] = EngineProcess(bench.launch(name, subjects[name]))
+        stack.enter_context(engines[name])
+        measured.ready[name] = engines[name].ready
+        return engines[name]
+
+      # Which starts first is drawn: the first idles while the other starts.
+      before: list[float] = []
+      if rng.random() < 0.5:
+        session.warm_up(start(STOCK, held), warm_ups)
+        before = session.solo(engines[STOCK], requests)
+        start(CANDIDATE, guest)
+      else:
+        start(CANDIDATE, guest)
+        start(STOCK, held)
+      session.warm_up_both(engines[STOCK], engines[CANDIDATE], warm_ups)
+      times = session.run(engines[STOCK], engines[CANDIDATE], requests)
+      guest.close()
       after = session.solo(engines[STOCK], requests)
     by_id = {r["request"]: r["metrics"] for r in measured.records[STOCK]}
     beside = [
       by_id[r.id]["e2el_ms"] / 1e3
-      for r in requests[: len(before)]
+      for r in requests[: len(after)]
       if r.id in by_id
     ]
     measured.slowed, measured.disturbed = slow_down(
-      before, beside, after, noise
+      before or after, beside, after, noise
     )
     measured.times = times
   except EngineFault as e:

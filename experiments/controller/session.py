@@ -116,9 +116,7 @@ class Session:
   ) -> None:
     """Brings both to the same state, in drawn order.
 
-    While a candidate starts, stock is idle for long, and systems reclaim
-    memory of idle processes: without this, stock was 3 to 14 % slower than
-    itself in five A/A sessions of five.
+    One of them was idle while the other started.
     """
     engines = [stock, candidate]
     if self._rng.random() < 0.5:
