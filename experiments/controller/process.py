@@ -25,7 +25,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 KEPT_BYTES = 1 << 16
 END_S = 10.0
 """Time that a process has to end when its commands have."""
-IDLE_SHARE, IDLE_S = 0.05, 0.03
+IDLE_SHARE, IDLE_S = 0.05, 0.05
 """Processor time that a process may use while others are timed: a share of that
 time so far, and so many seconds."""
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import results
+from experiments.controller import session
 from tests.experiments import tiny
 from tests.exploits import standin
 
@@ -59,6 +60,8 @@ def patch() -> bytes:
 
 def test_a_patch_goes_through_everything(files, monkeypatch, capsys):
   monkeypatch.setenv("SPECPILOT_DATA", str(files / "data"))
+  # Two units on a busy machine: stock may well be slower than alone.
+  monkeypatch.setattr(session, "SLOWED", 99.0)
   (files / "c.patch").write_bytes(patch())
   (files / "c.flags").write_text(
     f"--set=num_drafts=3\n--patch={files / 'c.patch'}\n--max_tokens=24\n"
@@ -75,7 +78,7 @@ def test_a_patch_goes_through_everything(files, monkeypatch, capsys):
   result = results.read_result(files / "run")
   test = result["paired_test"]
   # Two units of eight prompts, and no A/A sessions: no gate, but a proof.
-  assert test["verdict"]["verdict"] in ("inconclusive", "invalid")
+  assert test["verdict"]["verdict"] == "inconclusive"
   exact = test["verdict"]["exactness"]
   assert (exact["verdict"], exact["identical"], exact["outputs"]) == (
     "pass", 4, 4,
