@@ -93,9 +93,9 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   if settings.card is not None:
     plan.check_card(settings.card)
   source = loading.open_target(settings.target)
-  requests = _load_prompts(settings, source)
+  requests = load_requests(settings, source)
   longest = max(len(p.token_ids or ()) for p in requests)
-  room = _sequence_room(source, longest, settings.sampling.max_tokens)
+  room = sequence_room(source, longest, settings.sampling.max_tokens)
   planned = _plan(settings, source, room, profile=profile)
   say(plan.check_memory(planned, footprint.device_bytes()))
   model = source.build(settings.dtype, settings.kernels, settings.weights)
@@ -162,7 +162,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   job = "profile" if profile else "benchmark"
   result = results.empty_result(job)
   result["environment"] = env
-  result["deployment"] = _deployment(settings, model, env, room)
+  result["deployment"] = deployment(settings, model, env, room)
   result["sampling"] = dataclasses.asdict(settings.sampling)
   result["prompts"] = {
     "sets": list(settings.prompt_sets),
@@ -174,7 +174,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
     "longest_tokens": longest,
   }
   folder = results.RunFolder(
-    settings.output_dir or _default_folder(result["deployment"]["name"])
+    settings.output_dir or default_folder(result["deployment"]["name"])
   )
   _announce(settings, model, env, requests)
   say(f"results: {folder.path}")
@@ -278,7 +278,7 @@ def token_force(settings: Settings) -> int:
   loading.prepare_jax(dtype)
   model = loading.load_target(settings.target, dtype, settings.kernels)
   lengths = [len(r["prompt_ids"]) + len(r["output_ids"]) for r in recorded]
-  room = _sequence_room(model, max(lengths), 0)
+  room = sequence_room(model, max(lengths), 0)
   engine = Engine(
     model.target,
     tokenizer=model.tokenizer,
@@ -300,14 +300,14 @@ def token_force(settings: Settings) -> int:
   env = environment.describe(settings.flags, model.target)
   result = results.empty_result("token_force")
   result["environment"] = env
-  result["deployment"] = _deployment(settings, model, env, room)
+  result["deployment"] = deployment(settings, model, env, room)
   result["sampling"] = dict(recorded[0]["sampling"])
   result["prompts"] = {
     "sets": [str(settings.requests)],
     "requests": len({r["request"] for r in recorded}),
   }
   folder = results.RunFolder(
-    settings.output_dir or _default_folder(result["deployment"]["name"])
+    settings.output_dir or default_folder(result["deployment"]["name"])
   )
   say(
     f"token_force: {settings.requests}: {len(recorded)} outputs of"
@@ -385,7 +385,10 @@ def _views(settings: Settings, *, profile: bool) -> int:
   return len(views)
 
 
-def _load_prompts(settings: Settings, model) -> list[prompts.Prompt]:
+def load_requests(
+  settings: Settings, model: loading.Source
+) -> list[prompts.Prompt]:
+  """The prompts that settings ask for, each of a length that fits."""
   if model.tokenizer is None:
     raise SpecPilotError(f"{settings.target} has no tokenizer to read prompts")
   loaded: list[prompts.Prompt] = []
@@ -413,7 +416,7 @@ def _load_prompts(settings: Settings, model) -> list[prompts.Prompt]:
   return loaded
 
 
-def _sequence_room(model, prompt: int, output: int) -> int:
+def sequence_room(model, prompt: int, output: int) -> int:
   """Tokens to reserve memory for: a multiple of 64, within the context.
 
   On a CPU the time of a pass grows with it, so it follows the prompts.
@@ -422,7 +425,15 @@ def _sequence_room(model, prompt: int, output: int) -> int:
   return min(model.config.context_length, room)
 
 
-def _deployment(settings, model, env, room: int) -> dict[str, Any]:
+def deployment(settings, model, env, room: int) -> dict[str, Any]:
+  """`deployment` of result.json.
+
+  Args:
+    settings: of the run.
+    model: the loaded target.
+    env: see `environment.describe`.
+    room: tokens that memory is reserved for.
+  """
   dtype = str(model.target.dtype)
   parts = (model.config.name, dtype, env["platform"], settings.drafter)
   return {
@@ -440,7 +451,8 @@ def _deployment(settings, model, env, room: int) -> dict[str, Any]:
   }
 
 
-def _default_folder(deployment: str) -> Path:
+def default_folder(deployment: str) -> Path:
+  """A folder of runs/ that is not there yet."""
   stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{deployment}"
   path, again = Path("runs") / stem, 1
   while path.exists():

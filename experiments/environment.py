@@ -133,6 +133,59 @@ def _gpu() -> dict[str, str] | None:
   return dict(zip(_GPU_FIELDS, values, strict=False))
 
 
+_STATE_FIELDS = (
+  "clocks.sm",
+  "clocks.mem",
+  "temperature.gpu",
+  "power.draw",
+  "clocks_event_reasons.active",
+)
+
+
+def gpu_state(index: int = 0) -> dict[str, str] | None:
+  """Clocks, temperature, power and throttle reasons; None without a GPU."""
+  query = f"--query-gpu={','.join(_STATE_FIELDS)}"
+  form = "--format=csv,noheader,nounits"
+  text = _output(["nvidia-smi", f"--id={index}", query, form])
+  if not text:
+    return None
+  return dict(zip(_STATE_FIELDS, text.splitlines()[0].split(", "), strict=True))
+
+
+def of_machine(
+  machine: Mapping[str, Any], flags: Mapping[str, str]
+) -> dict[str, Any]:
+  """As `describe`, from what an engine process said of its device.
+
+  The caller's own JAX stays without a device, whose memory engines need.
+
+  Args:
+    machine: see `controller.worker.machine`; with dtype and kernels.
+    flags: every flag as text.
+  """
+  on_gpu = machine["platform"] == "gpu"
+  gpu = _gpu() if on_gpu else None
+  kind = cpu_model() if machine["platform"] == "cpu" else machine["device_kind"]
+  return {
+    "commit": commit(),
+    "specpilot_jax": _version("specpilot-jax"),
+    **{name: _version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+    "python": platform.python_version(),
+    "platform": machine["platform"],
+    "device_kind": kind,
+    "devices": 1,
+    "dtype": machine["dtype"],
+    "kernels": machine["kernels"],
+    "driver": gpu["driver_version"] if gpu else None,
+    "gpu": gpu,
+    "cpu": cpu_model(),
+    "cores": _cores(),
+    "load_average": list(os.getloadavg()),
+    "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    "flags": dict(flags),
+  }
+
+
 def _output(command: list[str]) -> str | None:
   """A command's output; None where it is missing, fails or hangs."""
   try:

@@ -4,11 +4,15 @@
     python -m experiments.main --target=PATH --prompts=my.jsonl
     python -m experiments.main --flagfile=cpu_smoke.flags --job=profile
     python -m experiments.main --job=token_force --target=PATH --requests=RUN
+    python -m experiments.main --job=paired_test --flagfile=A.flags \\
+      --candidate=B.flags
+    python -m experiments.main --flagfile=cpu_smoke.flags --job=round
+    python -m experiments.main --flagfile=cpu_smoke.flags --job=faults
     python -m experiments.main --job=report --output_dir=RUN
 
 A flag file named without a folder is looked for in the working directory, then
-in experiments/flags/. Exit status: 0, 1 where token forcing failed or a
-measurement is not valid, 2 for bad input.
+in experiments/flags/. Exit status: 0, 1 where token forcing failed, a
+measurement is not valid or a candidate was refused, 2 for bad input.
 """
 
 import sys
@@ -16,20 +20,35 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import benchmark, devices, prompts, report, settings
+from experiments import (
+  benchmark,
+  controller_flags,
+  devices,
+  prompts,
+  report,
+  settings,
+)
+from experiments.controller import paired_test
+from experiments.faults import job as faults
 from experiments.metrics import MeasurementError
+from experiments.rounds import job as rounds
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
 from specpilot_jax import cli, kernels, loading, sampling_flags
 from specpilot_jax.configs import DTYPES, SystemConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
-JOBS = ("benchmark", "profile", "token_force", "report")
+JOBS = (
+  "benchmark", "profile", "token_force", "paired_test", "round", "faults",
+  "report",
+)  # fmt: skip
 
 _JOB = flags.DEFINE_enum(
   "job", "benchmark", JOBS, "benchmark: systems side by side. profile: that,"
-  " and the cost model of stock. token_force: judge recorded requests. report:"
-  " write a run's report again.",
+  " and the cost model of stock. token_force: judge recorded requests."
+  " paired_test: a candidate against stock, apart. round: explore, integrate,"
+  " tune, seal. faults: which check sees which fault. report: write a run's"
+  " report again.",
 )  # fmt: skip
 _OUTPUT_DIR = flags.DEFINE_string(
   "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."
@@ -66,6 +85,7 @@ _SPLIT = flags.DEFINE_enum(
 _CHAT = flags.DEFINE_boolean(
   "chat", None, "Chat template on or off; by default the set's own way."
 )
+read_controller = controller_flags.define_controller_flags()
 read_sampling = sampling_flags.define_sampling_flags()
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "bfloat16 on an accelerator, float32 on a CPU."
@@ -168,6 +188,20 @@ def main() -> None:
   try:
     if _JOB.value == "token_force":
       status = benchmark.token_force(read_settings())
+    elif _JOB.value == "paired_test":
+      told = read_controller(read_settings)
+      status = paired_test.run(
+        read_settings(),
+        told.candidate,
+        told.patch,
+        told.aa_sessions,
+        told.blocks,
+      )
+    elif _JOB.value == "round":
+      status = rounds.run(read_settings(), read_controller(read_settings).round)
+    elif _JOB.value == "faults":
+      told = read_controller(read_settings)
+      status = faults.run(read_settings(), told.faults, *told.fault_requests)
     else:
       status = benchmark.run(read_settings(), profile=_JOB.value == "profile")
   except MeasurementError as e:

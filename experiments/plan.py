@@ -29,18 +29,30 @@ def check_card(card: str) -> None:
   Args:
     card: key of `devices.CARDS`. Any card of its generation will do.
   """
+  device = jax.devices()[0]
+  check_kind(
+    card, {"platform": device.platform, "device_kind": device.device_kind}
+  )
+
+
+def check_kind(card: str, machine: Mapping[str, Any]) -> None:
+  """As `check_card`, for a machine that was described.
+
+  Args:
+    card: key of `devices.CARDS`.
+    machine: has JAX's `platform` and `device_kind`.
+  """
   wanted = devices.CARDS[card]
   major, minor = wanted.compute_capability
   need = (
     f"this deployment needs a GPU of compute capability {major}.{minor}"
     f" ({wanted.name})"
   )
-  device = jax.devices()[0]
-  if device.platform != "gpu":
+  if machine["platform"] != "gpu":
     raise SpecPilotError(
       f"{need}, this machine has none; --flagfile=cpu_smoke.flags runs here"
     )
-  found = devices.lookup(device.device_kind)
+  found = devices.lookup(machine["device_kind"])
   if found.compute_capability != wanted.compute_capability:
     fitting = [
       f"--flagfile={key}_single.flags"

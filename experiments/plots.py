@@ -274,3 +274,32 @@ def _by_nodes(policies, field: str, axis: str, real: Points) -> bytes:
   axes.set_ylabel(axis)
   _legend(axes)
   return _png(figure)
+
+
+def gains(
+  log_ratios: Sequence[float], bound: float | None, threshold: float | None
+) -> bytes:
+  """Gains of units in the order of measurement.
+
+  Args:
+    log_ratios: log(time of stock / time of candidate) of each unit.
+    bound: lower bound of the mean gain, as a share.
+    threshold: that it must exceed, as a share.
+  """
+  figure, axes = _axes()
+  r = np.asarray(log_ratios)
+  axes.plot(
+    np.arange(1, r.size + 1), 100 * np.expm1(r), "o", markersize=4,
+    color=_COLOURS["candidate"], label="unit",
+  )  # fmt: skip
+  for value, name, style in (
+    (float(np.expm1(r.mean())), "geometric mean", "-"),
+    (bound, "lower bound", "--"),
+    (threshold, "threshold", ":"),
+  ):
+    if value is not None:
+      axes.axhline(100 * value, ls=style, color="#444444", label=name)
+  axes.set_xlabel("unit")
+  axes.set_ylabel("gain over stock, per cent")
+  _legend(axes)
+  return _png(figure)

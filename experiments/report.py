@@ -13,7 +13,10 @@ from typing import Any
 from experiments import forcing, metrics, plan, plots, results
 from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
+from experiments.controller import section as paired_section
 from experiments.cost_model import sections
+from experiments.faults import section as faults_section
+from experiments.rounds import section as round_section
 from experiments.settings import AR
 from specpilot_jax.errors import SpecPilotError
 
@@ -146,6 +149,12 @@ def _blocks(result, records) -> list[Block]:
   if systems:
     blocks += _speed(systems)
     blocks += _acceptance(systems, records)
+  if result["round"]:
+    blocks += round_section.blocks(result)
+  if result["faults"]:
+    blocks += faults_section.blocks(result)
+  if result["paired_test"]:
+    blocks += paired_section.blocks(result["paired_test"])
   if result["cost_model"]:
     blocks += sections.blocks(result["cost_model"])
   if forced:

@@ -45,6 +45,14 @@ _EMPTY: dict[str, Any] = {
   "notes": [],
 }
 
+# Keys that results of earlier commits lack.
+_ADDED: dict[str, Any] = {
+  "paired_test": None,
+  "round": None,
+  "champion": None,
+  "faults": None,
+}
+
 # Fields of a record that token forcing and reports read, with their types.
 _RECORD_FIELDS: dict[str, type] = {
   "request": str,
@@ -75,7 +83,7 @@ _COUNT_LISTS = ("emitted_per_step", "drafted_per_step", "accepted_per_step")
 def empty_result(job: str) -> dict[str, Any]:
   """A result.json of schema 1 with nothing in it."""
   # A copy by JSON, so that no two results share a list.
-  return json.loads(json.dumps(_EMPTY)) | {"job": job}
+  return json.loads(json.dumps(_EMPTY | _ADDED)) | {"job": job}
 
 
 def to_json(value: Any) -> Any:
@@ -189,7 +197,7 @@ def read_result(folder: Path) -> dict[str, Any]:
   missing = sorted(_EMPTY.keys() - result.keys())
   if missing:
     raise SpecPilotError(f"{path}: field {missing[0]!r} is missing")
-  return result
+  return _ADDED | result
 
 
 def read_requests(path: Path) -> list[dict[str, Any]]:
@@ -214,7 +222,7 @@ def read_numbered_requests(path: Path) -> list[tuple[str, dict[str, Any]]]:
       record = json.loads(line)
     except ValueError:
       raise SpecPilotError(f"{where}: not JSON") from None
-    _check_record(record, where)
+    check_record(record, where)
     key = (record["request"], record["system"])
     if key in seen:
       raise SpecPilotError(f"{where}: a second record of {' of '.join(key)}")
@@ -223,7 +231,12 @@ def read_numbered_requests(path: Path) -> list[tuple[str, dict[str, Any]]]:
   return records
 
 
-def _check_record(record: Any, where: str) -> None:
+def check_record(record: Any, where: str) -> None:
+  """Refuses what is no line of requests.jsonl.
+
+  Raises:
+    SpecPilotError: `where` and the field that is wrong.
+  """
   if not isinstance(record, dict):
     raise SpecPilotError(f"{where}: not a JSON object")
   for field, kind in _RECORD_FIELDS.items():

@@ -1,0 +1,1 @@
+"""Agents: what proposes candidates. They measure nothing and decide nothing."""

@@ -1,0 +1,550 @@
+"""A deployment on this machine, with everything that its paired tests need."""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import benchmark, environment, results
+from experiments.console import say
+from experiments.controller import (
+  checks,
+  ledger,
+  noise,
+  paired,
+  patches,
+  process_blocks,
+  sandbox,
+  statistics,
+  tree,
+)
+from experiments.controller.checks import CANDIDATE, STOCK, Request
+from experiments.controller.process import EngineFault, EngineProcess
+from experiments.settings import Settings
+from specpilot_jax import kernels as kernels_lib
+from specpilot_jax import loading, paths
+from specpilot_jax.configs import SystemConfig
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
+
+WARM_UPS = 3
+"""Requests kept for warming up; a drawn number of them is decoded."""
+AUTOTUNED = "autotuned.textproto"
+MIN_CUT = 16
+"""Tokens of the shortest text that is cut to make a new request."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class System:
+  """What is compared: a tree, and how it decodes.
+
+  Attributes:
+    options: assignments, `option=value,...`; empty is stock.
+    drafter: name or path.
+    kernels: as --kernels has them.
+    patch: unified diff over the base; None is the base itself.
+  """
+
+  options: str
+  drafter: str
+  kernels: str
+  patch: bytes | None = None
+
+  @property
+  def id(self) -> str:
+    """From content: of the patch and the settings."""
+    patch = hashlib.sha256(self.patch).hexdigest() if self.patch else None
+    return "opt-" + noise.digest(
+      [self.options, self.drafter, self.kernels, patch]
+    )[:16]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+  """A paired test: verdict, what was measured, and its place in the ledger."""
+
+  id: str
+  verdict: paired.Verdict
+  measured: paired.Measured
+  test: int
+  familywise: float
+  seen_before: int
+  trees: Mapping[str, str]
+  review: Sequence[str]
+  forcing: Mapping[str, Any] | None
+  seconds: float
+
+
+class Lab:
+  """Runs sessions of one deployment; use `open_lab`.
+
+  Args:
+    settings: of the run; its target, prompts and sampling.
+    place: a temporary folder.
+    device: index of the GPU; None is JAX's choice.
+    blocks: of processes, for engines that do not fit together; 0 holds both.
+  """
+
+  def __init__(
+    self,
+    settings: Settings,
+    place: Path,
+    device: int | None = None,
+    blocks: int = 0,
+  ):
+    self.settings = settings
+    self.blocks = blocks
+    self.place = place
+    self.source = loading.open_target(settings.target)
+    prompts = benchmark.load_requests(settings, self.source)
+    longest = max(len(p.token_ids or ()) for p in prompts)
+    self.room = benchmark.sequence_room(
+      self.source, longest, settings.sampling.max_tokens
+    )
+    self.requests = [
+      Request(
+        prompt,
+        dataclasses.replace(
+          settings.sampling, seed=(settings.sampling.seed + i) % 2**32
+        ),
+      )
+      for i, prompt in enumerate(prompts)
+    ]
+    if blocks and blocks < statistics.MIN_BLOCKS:
+      raise SpecPilotError(
+        f"blocks must be at least {statistics.MIN_BLOCKS}, or 0, got {blocks}"
+      )
+    if len(self.requests) < WARM_UPS + max(2, blocks):
+      raise SpecPilotError(
+        f"a paired test needs {WARM_UPS} prompts to warm up and"
+        f" {max(2, blocks)} at least to measure, got {len(self.requests)}"
+      )
+    readable, assets = [], {}
+    for name in (settings.target, settings.drafter):
+      if name in paths.ASSET_FILES:
+        assets[paths.ASSET_FILES[name]] = paths.asset_path(name)
+      elif Path(name).exists():
+        readable.append(Path(name).absolute())
+    self.base = tree.read_base()
+    self.layers = sandbox.available()
+    self.bench = paired.Bench(
+      place=place,
+      layers=self.layers,
+      readable=readable,
+      assets=assets,
+      compiled=paths.data_dir() / "engines",
+      device=device,
+      platform=os.environ.get("JAX_PLATFORMS"),
+    )
+    self.stock_system = System(
+      options="",
+      drafter=settings.drafter,
+      kernels=settings.flags.get("kernels", "reference"),
+    )
+    self._trees: dict[str | None, tree.Tree] = {}
+    self._run_label: dict[str, Any] | None = None
+    self.stock = self._subject(self.stock_system)
+    self.rng = np.random.default_rng()
+    self._probe()
+
+  @property
+  def units(self) -> int:
+    """Pairs of requests of a test, or blocks."""
+    return self.blocks or self._pairs
+
+  @property
+  def _pairs(self) -> int:
+    return (len(self.requests) - WARM_UPS) // 2
+
+  def _tree(self, patch: bytes | None) -> tuple[tree.Tree, list[str]]:
+    key = None if patch is None else hashlib.sha256(patch).hexdigest()
+    changes = patches.parse(patch) if patch is not None else []
+    if key not in self._trees:
+      name = "base" if key is None else f"patched-{key[:16]}"
+      where = self.place / "trees" / name
+      self._trees[key] = tree.build(where, self.base, changes)
+    return self._trees[key], patches.review(changes)
+
+  def _subject(self, system: System) -> paired.Subject:
+    built, _ = self._tree(system.patch)
+
+    def full(name: str) -> str:
+      return str(Path(name).absolute()) if Path(name).exists() else name
+
+    settings = {
+      "target": full(self.settings.target),
+      "drafter": full(system.drafter),
+      "dtype": self.settings.dtype,
+      "options": system.options,
+      "kernels": system.kernels,
+      "max_seq_len": self.room,
+      "prefill_chunk": self.settings.prefill_chunk,
+      "sampling": dataclasses.asdict(self.settings.sampling),
+    }
+    if system.patch is None:
+      options = registry.assignments(registry.parse_options(system.options))
+    else:
+      # A patch may bring options that are not known here.
+      parts = (p.partition("=") for p in system.options.split(",") if p)
+      options = {name.strip(): value.strip() for name, _, value in parts}
+    return paired.Subject(
+      tree=built,
+      settings=settings,
+      trusted=system.patch is None,
+      record={
+        "options": options,
+        "target": self.settings.target,
+        "drafter": system.drafter,
+        "run": self._run_label,
+      },
+    )
+
+  def _probe(self) -> None:
+    """Starts stock once: what the machine is, and the compiler's choices."""
+    compiled = self.bench.compiled
+    assert compiled is not None
+    place = compiled / self.stock.tree.manifest.root_hash[:16]
+    table = place / AUTOTUNED
+    launch = self.bench.launch(STOCK, self.stock)
+    wants_table = environment.gpu_state(self.bench.device or 0) is not None
+    if wants_table and not table.exists():
+      launch = dataclasses.replace(launch, table=AUTOTUNED, compiled=None)
+    try:
+      with EngineProcess(launch) as engine:
+        ready = engine.ready
+        written = launch.temporary / AUTOTUNED
+        if wants_table and not table.exists() and written.exists():
+          place.mkdir(parents=True, exist_ok=True)
+          results.write_whole(table, written.read_text())
+    except EngineFault as e:
+      raise SpecPilotError(f"stock does not start: {e.reason}") from None
+    if wants_table and table.exists():
+      self.bench = dataclasses.replace(self.bench, autotuned=table)
+    self.machine: dict[str, Any] = {
+      **ready["machine"],
+      "dtype": ready["dtype"],
+      "kernels": kernels_lib.as_dict(self.settings.kernels),
+    }
+    self.environment = environment.of_machine(self.machine, self.settings.flags)
+    self.weights_sha256 = dict(ready["sha256"])
+    run = environment.run_label(self.environment)
+    self._run_label = run
+    self.stock = self._subject(self.stock_system)
+    s = self.settings
+    self.deployment_mark = {
+      "target": self.source.config.name,
+      "weights": self.weights_sha256,
+      "drafter": s.drafter,
+      "kernels": self.machine["kernels"],
+      "prefill_chunk": s.prefill_chunk,
+      "max_seq_len": self.room,
+      "sampling": dataclasses.asdict(s.sampling),
+      "prompts": list(s.prompt_sets),
+      "batch": 1,
+    }
+    card = {k: self.environment[k] for k in ("cpu", "cores", "driver")}
+    self.sessions = noise.Sessions(
+      noise.fingerprint(
+        self.deployment_mark,
+        {**self.machine, **card},
+        f"one device, S C C S, {self._pairs} pairs, {self.blocks} blocks",
+      )
+    )
+    self.ledger = ledger.Ledger(
+      noise.digest([self.deployment_mark, self.machine["device_kind"]])
+    )
+
+  def _watch(self) -> dict[str, Any] | None:
+    if self.machine["platform"] != "gpu":
+      return None
+    return environment.gpu_state(self.bench.device or 0)
+
+  def _measure(
+    self,
+    candidate: paired.Subject,
+    requests: Sequence[Request],
+    warm_ups: Sequence[Request],
+    deadline: float,
+    folder: results.RunFolder | None,
+    against: paired.Subject | None = None,
+  ) -> paired.Measured:
+    if self.blocks:
+      return process_blocks.measure(
+        self.bench,
+        against or self.stock,
+        candidate,
+        requests,
+        warm_ups,
+        blocks=self.blocks,
+        vocab=self.source.config.valid_vocab,
+        rng=self.rng,
+        deadline=deadline,
+        folder=folder,
+        watch=self._watch,
+      )
+    return paired.measure(
+      self.bench,
+      against or self.stock,
+      candidate,
+      requests,
+      warm_ups,
+      vocab=self.source.config.valid_vocab,
+      rng=self.rng,
+      deadline=deadline,
+      noise=self.sessions.s_aa,
+      folder=folder,
+      watch=self._watch,
+    )
+
+  def aa_session(self, deadline: float) -> float:
+    """Stock against stock with fresh processes; the mean log-ratio, kept.
+
+    Raises:
+      SpecPilotError: it could not be measured to its end.
+    """
+    drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
+    measured = self._measure(
+      self.stock, drawn[WARM_UPS:], drawn[:WARM_UPS], deadline, None
+    )
+    if measured.fault is not None:
+      raise SpecPilotError(f"A/A session: {measured.fault}")
+    times = measured.times
+    assert times is not None
+    if times.late or len(times.stock) < self.units:
+      raise SpecPilotError("A/A session: time ran out before its end")
+    outputs = [
+      {r["request"]: r["output_ids"] for r in measured.records[name]}
+      for name in (STOCK, CANDIDATE)
+    ]
+    if outputs[0] != outputs[1]:
+      say("note: stock's outputs differ between two of its own processes")
+    mean = float(times.units.mean())
+    self.sessions.add(mean, len(times.units))
+    return mean
+
+  def test(
+    self,
+    system: System,
+    folder: results.RunFolder,
+    deadline: float,
+    against: System | None = None,
+  ) -> Tested:
+    """A paired test of a system against stock, or against a champion.
+
+    The level is spent in the ledger before anything is measured. Tokens are
+    always forced by stock.
+
+    Args:
+      folder: takes records and events.
+      deadline: of `time.monotonic()`.
+      against: in the place of stock.
+
+    Raises:
+      patches.PatchError: the patch is refused before anything runs.
+    """
+    began = time.monotonic()
+    _, review = self._tree(system.patch)
+    candidate = self._subject(system)
+    base = self.stock if against is None else self._subject(against)
+    requests, warm_ups, seen = self._draw()
+    protected = tree.protected()
+    number = self.ledger.begin(system.id, [r.id for r in requests])
+    trees = {
+      STOCK: base.tree.manifest.root_hash,
+      CANDIDATE: candidate.tree.manifest.root_hash,
+      "protected": protected.root_hash,
+    }
+    folder.event("test_begun", id=system.id, test=number, trees=trees)
+    for line in review:
+      folder.event("needs_review", id=system.id, line=line)
+    measured = self._measure(
+      candidate, requests, warm_ups, deadline, folder, base
+    )
+    forced: dict[str, Any] = {}
+
+    def force(records: checks.Records) -> Mapping[str, Any]:
+      forced.update(self._force(folder.path))
+      return forced
+
+    verdict = self._judge(measured, [base, candidate], protected, force)
+    outcome = {"verdict": verdict.verdict, "reason": verdict.reason}
+    self.ledger.end(number, outcome)
+    folder.event("test_ended", id=system.id, test=number, **outcome)
+    return Tested(
+      id=system.id,
+      verdict=verdict,
+      measured=measured,
+      test=number,
+      familywise=self.ledger.familywise,
+      seen_before=seen,
+      trees=trees,
+      review=review,
+      forcing=forced or None,
+      seconds=time.monotonic() - began,
+    )
+
+  def _judge(self, measured, subjects, protected, force) -> paired.Verdict:
+    kind = self.machine["device_kind"]
+    try:
+      paired.check_trees(subjects, protected)
+    except EngineFault as e:
+      return paired.Verdict(
+        verdict=paired.REFUSED, check=e.kind, reason=e.reason
+      )
+    return paired.judge(
+      measured,
+      config=self.source.config,
+      tokenizer=self.source.tokenizer,
+      forced=force,
+      floor=checks.device_floor(self.source.config, kind),
+      noise=self.sessions.s_aa,
+      min_units=statistics.MIN_BLOCKS if self.blocks else statistics.MIN_UNITS,
+    )
+
+  def screen(
+    self,
+    system: System,
+    against: System,
+    units: int,
+    folder: results.RunFolder,
+    deadline: float,
+  ) -> tuple[paired.Measured, paired.Verdict]:
+    """A short session of development requests: no look that counts.
+
+    Tokens are forced where any output differs.
+    """
+    candidate, base = self._subject(system), self._subject(against)
+    drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
+    count = min(units, self._pairs)
+    protected = tree.protected()
+    measured = self._measure(
+      candidate,
+      drawn[WARM_UPS : WARM_UPS + 2 * count],
+      drawn[:WARM_UPS],
+      deadline,
+      folder,
+      base,
+    )
+
+    def force(records: checks.Records) -> Mapping[str, Any]:
+      outputs = [
+        {r["request"]: r["output_ids"] for r in records[name]}
+        for name in (STOCK, CANDIDATE)
+      ]
+      if outputs[0] == outputs[1]:
+        return {"verdict": "pass", "reason": "all outputs are stock's"}
+      return self._force(folder.path)
+
+    verdict = self._judge(measured, [base, candidate], protected, force)
+    return measured, verdict
+
+  def generate(
+    self,
+    system: System,
+    name: str,
+    prompts: Sequence[Request],
+    folder: results.RunFolder,
+  ) -> None:
+    """Untimed outputs of a system, for token forcing.
+
+    Args:
+      name: of the system in the records: `stock` or `candidate`.
+      prompts: with their own sampling.
+
+    Raises:
+      EngineFault: of the process.
+    """
+    subject = self._subject(system)
+    with EngineProcess(self.bench.launch(name, subject)) as engine:
+      for request in prompts:
+        answer = engine.generate(
+          request.prompt_ids, request.sampling, self.source.config.valid_vocab
+        )
+        folder.request(checks.record(name, request, answer, subject.record))
+
+  def force(self, folder: Path) -> Mapping[str, Any]:
+    """Stock's verdict on the candidate's records in a folder."""
+    return self._force(folder)
+
+  def _draw(self) -> tuple[list[Request], list[Request], int]:
+    """Requests in drawn order, each cut anew where it can be; those to warm up
+    with; and how many of the first an earlier test has used."""
+    used = self.ledger.used_requests
+    drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
+    drawn = [fresh(request, used, self.rng) for request in drawn]
+    drawn.sort(key=lambda request: request.id in used)
+    count = 2 * self._pairs
+    seen = sum(request.id in used for request in drawn[:count])
+    return drawn[:count], drawn[count : count + WARM_UPS], seen
+
+  def _force(self, run: Path) -> Mapping[str, Any]:
+    """Stock's verdict on the candidate's tokens, by a process of its own: the
+    device's memory is free again when it ends."""
+    s = self.settings
+    where = run / "forcing"
+    command = [
+      sys.executable, "-m", "experiments.main", "--job=token_force",
+      f"--target={s.target}", f"--requests={run}", f"--output_dir={where}",
+      f"--prefill_chunk={s.prefill_chunk}",
+      f"--kernels={self.stock_system.kernels}",
+    ]  # fmt: skip
+    for name in ("dtype", "min_control_tokens"):
+      if getattr(s, name) is not None:
+        command.append(f"--{name}={getattr(s, name)}")
+    done = subprocess.run(
+      command, capture_output=True, text=True, cwd=tree.ROOT
+    )
+    if done.returncode not in (0, 1) or not (where / results.RESULT).exists():
+      last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+      return {"verdict": "inconclusive", "reason": f"forcing failed: {last}"}
+    return results.read_result(where)["token_forcing"][CANDIDATE]
+
+
+def fresh(
+  request: Request, used: set[str], rng: np.random.Generator
+) -> Request:
+  """The request, or one that no test has used: its text cut at another place.
+
+  A text that is to be continued gives a new request for each of its
+  beginnings of at least half its length. A prompt in a chat template cannot be
+  cut.
+  """
+  ids = request.prompt_ids
+  if request.id not in used or request.prompt.chat or len(ids) < MIN_CUT:
+    return request
+  for size in rng.permutation(np.arange(len(ids) // 2, len(ids))):
+    name = f"{request.id}@{size}"
+    if name not in used:
+      prompt = dataclasses.replace(
+        request.prompt, id=name, token_ids=tuple(ids[: int(size)])
+      )
+      return dataclasses.replace(request, prompt=prompt)
+  return request
+
+
+@contextlib.contextmanager
+def open_lab(
+  settings: Settings, device: int | None = None, blocks: int = 0
+) -> Generator[Lab]:
+  """A lab whose temporary files are gone when it ends."""
+  place = Path(tempfile.mkdtemp(prefix="specpilot-lab-"))
+  try:
+    yield Lab(settings, place, device, blocks)
+  finally:
+    tree.remove(place)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def options_text(system: SystemConfig) -> str:
+  """A system as `option=value,...`; empty for stock."""
+  return ",".join(f"{k}={v}" for k, v in registry.changed(system).items())

@@ -1,0 +1,139 @@
+"""How an engine process is started, and what it may touch."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.controller import sandbox
+from experiments.controller.tree import Tree
+
+_BOOT = (
+  "import runpy, sys; sys.path.insert(0, sys.argv.pop(1));"
+  " runpy.run_module('experiments.controller.worker', run_name='__main__',"
+  " alter_sys=True)"
+)
+_SYSTEM_FILES = (
+  "/usr", "/lib", "/lib64", "/bin", "/sbin", "/proc", "/sys",
+  "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd",
+  "/etc/group", "/etc/alternatives",
+)  # fmt: skip
+_DEVICES = (
+  "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/shm",
+  "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+  """How an engine process is started.
+
+  Attributes:
+    name: for people and for records.
+    tree: what it runs from.
+    settings: see `worker.Server.load`.
+    place: a folder of its own, removed when it ends.
+    readable: model files that it needs beside its tree.
+    assets: those of them that it looks for in its data folder, by path there.
+    compiled: folder of compiled executables that outlives it, of its tree
+      alone. None is a folder in `place`.
+    autotuned: table of choices of the compiler, read only.
+    table: file in `place` to write such a table to.
+    device: index of the GPU; None shows all.
+    platform: JAX's; None is its own choice.
+    memory_fraction: of the device, on a GPU.
+    layers: what this machine isolates with.
+    start_s, step_s: longest wait for the engine to be ready, and for a frame.
+  """
+
+  name: str
+  tree: Tree
+  settings: Mapping[str, Any]
+  place: Path
+  readable: Sequence[Path] = ()
+  assets: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+  compiled: Path | None = None
+  autotuned: Path | None = None
+  table: str | None = None
+  device: int | None = None
+  platform: str | None = None
+  memory_fraction: float = 0.45
+  layers: sandbox.Layers
+  start_s: float = 600.0
+  step_s: float = 60.0
+
+  @property
+  def temporary(self) -> Path:
+    return self.place / "tmp"
+
+  @property
+  def data(self) -> Path:
+    return self.place / "data"
+
+  @property
+  def own_processes(self) -> int:
+    """Descendants that the process has without any doing of the engine."""
+    if self.layers.bubblewrap is not None:
+      return 2  # bubblewrap's first process, and what it runs.
+    return 1 if self.layers.namespaces else 0
+
+  def environment(self) -> dict[str, str]:
+    """All variables of the process; nothing is inherited."""
+    own = str(self.temporary)
+    flags = []
+    if self.autotuned is not None:
+      flags.append(f"--xla_gpu_load_autotune_results_from={self.autotuned}")
+    if self.table is not None:
+      path = self.temporary / self.table
+      flags.append(f"--xla_gpu_dump_autotune_results_to={path}")
+    variables = {
+      "PATH": "/usr/bin:/bin",
+      "LANG": "C.UTF-8",
+      "HOME": own,
+      "TMPDIR": own,
+      "SPECPILOT_DATA": str(self.data),
+      "XLA_CLIENT_MEM_FRACTION": f"{self.memory_fraction:g}",
+    }
+    if flags:
+      variables["XLA_FLAGS"] = " ".join(flags)
+    if self.platform is not None:
+      variables["JAX_PLATFORMS"] = self.platform
+    if self.device is not None:
+      variables["CUDA_VISIBLE_DEVICES"] = str(self.device)
+    return variables
+
+  def policy(self) -> sandbox.Policy:
+    """What it may touch."""
+    python = {sys.prefix, sys.base_prefix, sys.exec_prefix}
+    read = [*_SYSTEM_FILES, *python, str(self.tree.root)]
+    own = (*self.readable, *self.assets.values())
+    read += [str(path.resolve()) for path in own]
+    if self.autotuned is not None:
+      read.append(str(self.autotuned))
+    write = [str(self.temporary), str(self.data)]
+    if self.compiled is not None:
+      write.append(str(self.compiled))
+    numbers = [0, 1, 2, 3, 4, 5, 6, 7] if self.device is None else [self.device]
+    return sandbox.Policy(
+      read=sorted(read),
+      write=write,
+      devices=[*_DEVICES, *(f"/dev/nvidia{i}" for i in numbers)],
+      landlock=self.layers.landlock > 0,
+      namespaces=self.layers.namespaces and self.layers.bubblewrap is None,
+    )
+
+  def command(self, commands: int, replies: int) -> list[str]:
+    """The command line, with the two pipes' descriptors."""
+    policy = self.policy()
+    program = [
+      sys.executable, "-I", "-B", "-c", _BOOT, str(self.tree.root),
+      str(commands), str(replies),
+    ]  # fmt: skip
+    line = sandbox.command(policy, program)
+    if self.layers.bubblewrap is None:
+      return line
+    visible = dataclasses.replace(
+      policy, read=[*policy.read, str(Path(sandbox.__file__).resolve())]
+    )
+    return [*sandbox.bubblewrap(self.layers.bubblewrap, visible), *line]

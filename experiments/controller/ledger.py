@@ -1,0 +1,123 @@
+"""The ledger of tests: written before measuring, never changed.
+
+Every line that begins a test spends its level, whatever comes of it: a run that
+was broken off looked all the same. `familywise` of the lines so far is the
+chance that at least one null candidate among them passed its bound.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments import results
+from experiments.controller import statistics
+from specpilot_jax import paths
+from specpilot_jax.errors import SpecPilotError
+
+BEGUN, ENDED = "begun", "ended"
+
+
+class Ledger:
+  """One file per deployment.
+
+  Args:
+    deployment: digest of what is promoted against.
+    folder: `ledger` in the data folder by default.
+  """
+
+  def __init__(self, deployment: str, folder: Path | None = None):
+    folder = paths.data_dir() / "ledger" if folder is None else folder
+    self.path = folder / f"{deployment[:16]}.jsonl"
+    self._lines = self._read()
+
+  @property
+  def begun(self) -> list[dict[str, Any]]:
+    """Tests that were begun, in order."""
+    return [line for line in self._lines if line["state"] == BEGUN]
+
+  @property
+  def familywise(self) -> float:
+    """Chance of a false bound among the tests so far, were all null."""
+    passed = 1.0
+    for line in self.begun:
+      passed *= 1 - line["alpha"]
+    return 1 - passed
+
+  @property
+  def used_requests(self) -> set[str]:
+    """Requests that earlier tests looked at."""
+    return {request for line in self.begun for request in line["requests"]}
+
+  def begin(
+    self,
+    candidate: str,
+    requests: Iterable[str],
+    alpha: float = statistics.ALPHA,
+  ) -> int:
+    """Spends the level of a test; returns its number.
+
+    Args:
+      candidate: digest of the candidate.
+      requests: ids of the requests it will be tested with.
+    """
+    number = len(self.begun) + 1
+    self._append(
+      {
+        "state": BEGUN,
+        "test": number,
+        "candidate": candidate,
+        "requests": sorted(requests),
+        "alpha": alpha,
+        "time": time.time(),
+      }
+    )
+    return number
+
+  def end(self, test: int, outcome: Mapping[str, Any]) -> None:
+    """Records what came of a test.
+
+    Raises:
+      SpecPilotError: it was not begun, or has ended: there is one look.
+    """
+    if test not in {line["test"] for line in self.begun}:
+      raise SpecPilotError(f"{self.path}: test {test} was not begun")
+    ended = {x["test"] for x in self._lines if x["state"] == ENDED}
+    if test in ended:
+      raise SpecPilotError(f"{self.path}: test {test} has ended already")
+    self._append(
+      {"state": ENDED, "test": test, "outcome": dict(outcome)}
+      | {"time": time.time()}
+    )
+
+  def _append(self, line: Mapping[str, Any]) -> None:
+    line = results.to_json(line)
+    try:
+      self.path.parent.mkdir(parents=True, exist_ok=True)
+      with open(self.path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as e:
+      raise SpecPilotError(f"{self.path}: {e.strerror}") from None
+    self._lines.append(dict(line))
+
+  def _read(self) -> list[dict[str, Any]]:
+    if not self.path.exists():
+      return []
+    lines = []
+    for number, text in enumerate(
+      self.path.read_text(encoding="utf-8").splitlines(), start=1
+    ):
+      try:
+        line = json.loads(text)
+        if line["state"] == BEGUN:
+          float(line["alpha"]), list(line["requests"]), int(line["test"])
+        elif line["state"] != ENDED:
+          raise ValueError
+      except (ValueError, KeyError, TypeError):
+        raise SpecPilotError(f"{self.path}:{number}: damaged") from None
+      lines.append(line)
+    return lines

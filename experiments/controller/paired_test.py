@@ -1,0 +1,298 @@
+"""The job `paired_test`: one candidate against stock, or stock against itself.
+
+    python -m experiments.main --job=paired_test --flagfile=A.flags \\
+      --candidate=B.flags --aa_sessions=8
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments import benchmark, metrics, plan, report, results
+from experiments.console import say
+from experiments.controller import checks, paired, section, statistics
+from experiments.controller import lab as lab_lib
+from experiments.controller.checks import STOCK
+from experiments.controller.lab import Lab, System, Tested
+from experiments.settings import Settings
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
+
+SAME = (
+  "target", "prompt_sets", "num_prompts", "split", "chat", "sampling", "dtype",
+  "prefill_chunk",
+)  # fmt: skip
+"""Fields in which candidate and stock must not differ: they are the work."""
+
+
+def system_of(
+  settings: Settings, candidate: Settings | None, patch: Path | None
+) -> System | None:
+  """The candidate that flags describe; None where they describe stock.
+
+  Args:
+    settings: of the run.
+    candidate: of the flag file of the candidate; None takes the options of
+      `settings`.
+    patch: a unified diff over this checkout.
+
+  Raises:
+    SpecPilotError: the candidate would do other work than stock; a patch that
+      cannot be read.
+  """
+  if candidate is not None:
+    for field in SAME:
+      mine, its = getattr(settings, field), getattr(candidate, field)
+      if mine != its:
+        raise SpecPilotError(
+          f"--candidate: {field} is {its!r}, the run's is {mine!r}; only --set,"
+          " --drafter, --kernels and --patch may differ"
+        )
+  chosen = candidate or settings
+  data = None
+  if patch is not None:
+    try:
+      data = patch.read_bytes()
+    except OSError as e:
+      raise SpecPilotError(f"--patch {patch}: {e.strerror}") from None
+  flags = chosen.flags
+  if data is None:
+    options = lab_lib.options_text(registry.parse_options(flags.get("set", "")))
+  else:
+    options = flags.get("set", "")  # Its options may be the patch's own.
+  system = System(
+    options=options,
+    drafter=chosen.drafter,
+    kernels=flags.get("kernels", "reference"),
+    patch=data,
+  )
+  stock = System(
+    options="",
+    drafter=settings.drafter,
+    kernels=settings.flags.get("kernels", "reference"),
+  )
+  return None if system == stock else system
+
+
+def as_dict(lab: Lab, tested: Tested) -> dict[str, Any]:
+  """`paired_test` of result.json."""
+  times = tested.measured.times
+  log_ratios = [] if times is None or not len(times.stock) else times.units
+  return {
+    "id": tested.id,
+    "verdict": tested.verdict.as_dict(),
+    "log_ratios": list(log_ratios),
+    "seconds": tested.seconds,
+    "per_token": bool(times and times.divided),
+    "dropped_units": times.dropped if times else 0,
+    "stock_slowed": tested.measured.slowed,
+    "aa_sessions": len(lab.sessions),
+    "aa_means": lab.sessions.means,
+    "test": tested.test,
+    "familywise": tested.familywise,
+    "seen_before": tested.seen_before,
+    "trees": tested.trees,
+    "review": tested.review,
+    "isolation": lab.layers.as_dict(),
+    "autotuned": lab.bench.autotuned is not None,
+    "printed": tested.measured.output,
+  }
+
+
+def _notes(lab: Lab, tested: Tested) -> list[str]:
+  notes = list(lab.source.checkpoint.notes)
+  notes += [x for x in lab.layers.statement() if "NOT" in x]
+  times = tested.measured.times
+  if times is not None and times.late:
+    notes.append("the time limit ended the test before all requests were timed")
+  if times is not None and times.dropped:
+    notes.append(
+      f"{times.dropped} pairs were left out: the card was throttled for one"
+      " system alone"
+    )
+  if tested.seen_before:
+    notes.append(
+      f"{tested.seen_before} of the requests were used by earlier tests of this"
+      " deployment: no fresh look, and no promotion"
+    )
+  if lab.bench.autotuned is None and lab.machine["platform"] == "gpu":
+    notes.append(
+      "the compiler wrote no table of its choices: stock and candidate tuned"
+      " apart"
+    )
+  kind = lab.machine["device_kind"]
+  if checks.device_floor(lab.source.config, kind) is None:
+    notes.append(
+      f"no nominal peak of {lab.environment['device_kind']} is known: speeds"
+      " beyond it are not noticed"
+    )
+  return notes
+
+
+def trial(tested: Tested, system: System) -> dict[str, Any]:
+  """An entry of `trials` of result.json."""
+  d = tested.verdict.decision
+  return {
+    "id": tested.id,
+    "option": system.options,
+    "patch": system.patch is not None,
+    "prediction": None,
+    "evidence": None,
+    "measured": d.gain if d else None,
+    "lcb": d.bound if d else None,
+    "s_aa": d.s_aa if d else None,
+    "verdict": tested.verdict.verdict,
+    "reason": tested.verdict.reason,
+  }
+
+
+def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> int:
+  """Runs the A/A sessions that are missing; how many it ran."""
+  ran = 0
+  while len(lab.sessions) < wanted and time.monotonic() < deadline:
+    mean = lab.aa_session(deadline)
+    ran += 1
+    folder.event("aa_session", mean=mean, sessions=len(lab.sessions))
+    say(
+      f"A/A session {len(lab.sessions)} of {wanted}: mean"
+      f" {section.percent(mean, 3)}"
+    )
+  return ran
+
+
+def deployment(lab: Lab) -> dict[str, Any]:
+  """`deployment` of result.json."""
+  s, env = lab.settings, lab.environment
+  name = lab.source.config.name
+  parts = (name, env["dtype"], env["platform"], s.drafter)
+  return {
+    "name": "-".join(x.replace("/", "_").replace(":", "_") for x in parts),
+    "target": name,
+    "drafter": s.drafter,
+    "weights": "; ".join([env["dtype"], *lab.source.checkpoint.notes]),
+    "weights_sha256": lab.weights_sha256,
+    "device": env["device_kind"],
+    "dtype": env["dtype"],
+    "widened": s.target.startswith("widened:"),
+    "batch": 1,
+    "max_seq_len": lab.room,
+    "prefill_chunk": s.prefill_chunk,
+  }
+
+
+def run(
+  settings: Settings,
+  candidate: Settings | None,
+  patch: Path | None,
+  aa_sessions: int,
+  blocks: int = 0,
+) -> int:
+  """Runs the job; the exit status.
+
+  Args:
+    settings: of the run.
+    candidate: of its own flag file, where there is one.
+    patch: of the candidate.
+    aa_sessions: A/A sessions to have on record first.
+    blocks: of processes, for engines that do not fit together; 0 holds both.
+
+  Returns:
+    0, or 1 where the candidate was refused or the measurement says nothing.
+  """
+  if not settings.token_forcing:
+    raise SpecPilotError(
+      "paired_test proves every output that it times: --token_forcing cannot"
+      " be off"
+    )
+  if settings.output_dir is not None:
+    results.check_output_dir(settings.output_dir)
+  system = system_of(settings, candidate, patch)
+  if system is None and not aa_sessions:
+    raise SpecPilotError(
+      "nothing to test: --candidate=FLAGFILE, --set or --patch describes a"
+      " candidate, --aa_sessions=N measures stock against itself"
+    )
+  started = time.monotonic()
+  deadline = math.inf
+  if settings.max_wall_s is not None:
+    deadline = started + settings.max_wall_s
+  with lab_lib.open_lab(settings, blocks=blocks) as lab:
+    if settings.card is not None:
+      plan.check_kind(settings.card, lab.machine)
+    return _run(lab, system, aa_sessions, started, deadline)
+
+
+def _run(
+  lab: Lab, system: System | None, aa_sessions: int, started: float, deadline
+) -> int:
+  settings = lab.settings
+  result = results.empty_result("paired_test")
+  result["environment"] = lab.environment
+  result["deployment"] = deployment(lab)
+  result["sampling"] = dataclasses.asdict(settings.sampling)
+  result["prompts"] = {
+    "sets": list(settings.prompt_sets),
+    "split": settings.split,
+    "chat": lab.requests[0].prompt.chat,
+    "requests": len(lab.requests) - lab_lib.WARM_UPS,
+    "turns": 1,
+  }
+  folder = results.RunFolder(
+    settings.output_dir
+    or benchmark.default_folder(result["deployment"]["name"])
+  )
+  say(f"paired test on {lab.environment['device_kind']}: {lab.units} units")
+  say(f"results: {folder.path}")
+  folder.event("run_started", job="paired_test", environment=lab.environment)
+  try:
+    collect_aa(lab, aa_sessions, deadline, folder)
+    status, records = 0, {}
+    if system is not None:
+      tested = lab.test(system, folder, deadline)
+      records = {n: r for n, r in tested.measured.records.items() if r}
+      test = as_dict(lab, tested)
+      result["paired_test"] = test
+      result["trials"] = [trial(tested, system)]
+      if tested.verdict.verdict == statistics.ACCEPT:
+        result["accepted"] = [tested.id]
+      if tested.forcing:
+        result["token_forcing"] = {"candidate": tested.forcing}
+      result["notes"] = _notes(lab, tested)
+      result["systems"] = _systems(records)
+      status = int(tested.verdict.verdict in (paired.REFUSED, paired.INVALID))
+    else:
+      known = lab.sessions.s_aa
+      told = "not known yet" if known is None else f"{known:.3%}"
+      result["notes"] = [f"s_AA {told}, of {len(lab.sessions)} A/A sessions"]
+    result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
+    result["timing_s"] = {"total": round(time.monotonic() - started, 3)}
+    result = results.to_json(result)
+    folder.result(result)
+    written = report.write(folder.path, result, records)
+    folder.event("run_finished", timing_s=result["timing_s"])
+  except BaseException as e:
+    folder.event("run_failed", error=f"{type(e).__name__}: {e}")
+    raise
+  finally:
+    folder.close()
+  if result["systems"]:
+    say(benchmark.summary_table(result["systems"]))
+  for note in result["notes"]:
+    say(f"note: {note}")
+  if result["paired_test"]:
+    for text in section.lines(result["paired_test"]):
+      say(text)
+  say(f"report: {written}")
+  return status
+
+
+def _systems(records: Mapping[str, Any]) -> dict[str, Any]:
+  ordered = sorted(records, key=lambda name: name != STOCK)
+  return {
+    name: metrics.summarize(records[name], ())
+    | {"options": records[name][0]["options"]}
+    for name in ordered
+  }

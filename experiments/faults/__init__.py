@@ -1,0 +1,1 @@
+"""Faults put into engines from outside, and which check sees each."""

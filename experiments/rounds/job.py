@@ -1,0 +1,283 @@
+"""The job `round`: phases 0 to 4 of a deployment, in slices if need be."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import benchmark, report, results
+from experiments.agents.command import Command
+from experiments.agents.protocol import Agent, Limits, Session, Task
+from experiments.agents.replay import Replay
+from experiments.agents.search import Search
+from experiments.console import say
+from experiments.controller import noise, paired_test, tree
+from experiments.controller.lab import Lab
+from experiments.rounds import section as round_section
+from experiments.rounds.log import Budget, BudgetSpent, Log
+from experiments.rounds.phases import STOCK, Plan, Round
+from experiments.rounds.world import LabWorld, Sealed
+from experiments.settings import Settings
+from specpilot_jax.errors import SpecPilotError
+
+LOG = "round.jsonl"
+AGENTS = ("search", "replay", "command")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundSettings:
+  """A round, beside the settings of a run.
+
+  Attributes:
+    agents: of `AGENTS`, in the order in which they are asked.
+    command: of the agent `command`.
+    proposals: JSON lines, of the agent `replay`.
+    champion: folder of a finished round whose champion is the start.
+    aa_sessions: that the gate needs.
+    screen_units: of each stage of screening.
+    limits: of an agent per task.
+    max_trials, max_device_s, max_usd: of the whole round; None for any.
+    sealed: the last test.
+  """
+
+  agents: tuple[str, ...] = ("search",)
+  command: str | None = None
+  proposals: Path | None = None
+  champion: Path | None = None
+  aa_sessions: int = 8
+  screen_units: tuple[int, ...] = (2, 4)
+  limits: Limits = Limits()
+  max_trials: int | None = None
+  max_device_s: float | None = None
+  max_usd: float | None = None
+  sealed: Sealed = Sealed()
+
+  def __post_init__(self):
+    unknown = [name for name in self.agents if name not in AGENTS]
+    if unknown or not self.agents:
+      raise SpecPilotError(
+        f"agents must be of {', '.join(AGENTS)}, got"
+        f" {', '.join(unknown) or 'none'}"
+      )
+    for name, value, flag in (
+      ("command", self.command, "--agent_command=COMMAND"),
+      ("replay", self.proposals, "--proposals=FILE"),
+    ):
+      if name in self.agents and value is None:
+        raise SpecPilotError(f"agent {name} needs {flag}")
+    if not self.screen_units or min(self.screen_units) < 1:
+      raise SpecPilotError("screen_units must be whole numbers from 1 on")
+
+
+def _champion(told: RoundSettings) -> Mapping[str, str]:
+  if told.champion is None:
+    return STOCK
+  result = results.read_result(told.champion)
+  if not result.get("champion"):
+    raise SpecPilotError(f"{told.champion}: not a finished round")
+  return result["champion"]
+
+
+def _agents(settings: Settings, told: RoundSettings) -> list[Agent]:
+  made: list[Agent] = []
+  for name in told.agents:
+    if name == "search":
+      made.append(_search(settings))
+    elif name == "replay":
+      assert told.proposals is not None
+      made.append(Replay.read(told.proposals))
+    else:
+      assert told.command is not None
+      made.append(Command(told.command, tree.ROOT))
+  return made
+
+
+def _search(settings: Settings) -> Search:
+  return Search(
+    sampled=settings.sampling.temperature > 0,
+    drafter=settings.drafter != "none",
+  )
+
+
+def _directions(
+  settings: Settings, agents: Sequence[Agent]
+) -> list[tuple[str, str | None]]:
+  found: dict[tuple[str, str | None], None] = {}
+  for agent in agents:
+    if isinstance(agent, Search):
+      found |= dict.fromkeys(agent.tasks())
+    elif isinstance(agent, Replay):
+      for task in agent.tasks:
+        factor, _, option = task.partition("/")
+        found[factor, None if option == "open" else option] = None
+    else:
+      found |= dict.fromkeys((f, None) for f in ("tau", "kernel", "overhead"))
+  return list(found)
+
+
+class _Patient:
+  """An agent that is not asked about tasks of others."""
+
+  def __init__(self, agent: Agent):
+    self._agent, self.name = agent, agent.name
+
+  def propose(self, task: Task, workspace: Path, limits: Limits) -> Session:
+    agent = self._agent
+    if isinstance(agent, Replay) and task.id not in agent.tasks:
+      return Session(proposals=())
+    if isinstance(agent, Command) and task.option is not None:
+      return Session(proposals=())
+    return agent.propose(task, workspace, limits)
+
+
+def run(settings: Settings, told: RoundSettings) -> int:
+  """Runs a round, or goes on with one; the exit status.
+
+  Returns:
+    0 where it came to its end, or to the end of its slice or budget (the
+    last line says so); a folder that holds the beginning of the same round is
+    taken up where it ended.
+  """
+  started = time.monotonic()
+  start = _champion(told)
+  agents = _agents(settings, told)
+  mark = noise.digest(
+    [
+      {k: v for k, v in settings.flags.items() if k != "max_wall_s"},
+      {
+        k: str(v)
+        for k, v in dataclasses.asdict(told).items()
+        if not k.startswith("max_")
+      },
+      start,
+      tree.manifest_of(tree.read_base()).root_hash,
+    ]
+  )
+  name = settings.target.replace("/", "_").replace(":", "_").strip("_")
+  folder = settings.output_dir or benchmark.default_folder(f"round-{name}")
+  _check_folder(folder, mark)
+
+  def tell(key: str, result: Any, seconds: float) -> None:
+    say(f"{key}: {_told(result)} ({seconds:.0f} s)")
+
+  log = Log(folder / LOG, tell)
+  if not any(line.get("kind") == "round" for line in log):
+    log.note("round", mark=mark, flags=dict(settings.flags))
+  say(f"round: results in {folder}")
+  deadline = math.inf
+  if settings.max_wall_s is not None:
+    deadline = started + settings.max_wall_s
+  plan = Plan(
+    directions=_directions(settings, agents),
+    aa_sessions=told.aa_sessions,
+    screen_units=told.screen_units,
+    limits=told.limits,
+    champion=start,
+  )
+  budget = Budget(
+    log,
+    trials=told.max_trials,
+    device_s=told.max_device_s,
+    usd=told.max_usd,
+    deadline=deadline,
+  )
+  try:
+    with LabWorld(
+      settings, folder, told.sealed, aa_sessions=told.aa_sessions
+    ) as world:
+      outcome = Round(
+        log, world, [_Patient(a) for a in agents], budget, plan,
+        folder / "agents",
+      ).run()  # fmt: skip
+      lab = world.lab()
+      return _finish(folder, log, lab, plan, outcome, started)
+  except BudgetSpent as e:
+    log.note("paused", reason=str(e))
+    say(
+      f"paused: {e} is spent; the same command with"
+      f" --output_dir={folder} goes on"
+    )
+    return 0
+  finally:
+    log.close()
+
+
+def _check_folder(folder: Path, mark: str) -> None:
+  if (folder / results.RESULT).exists():
+    raise SpecPilotError(f"output_dir {folder} holds a finished run")
+  if not (folder / LOG).exists():
+    results.check_output_dir(folder)
+    return
+  log = Log(folder / LOG)
+  marks = [line["mark"] for line in log if line.get("kind") == "round"]
+  log.close()
+  if marks and marks[0] != mark:
+    raise SpecPilotError(
+      f"output_dir {folder} holds another round: flags or code differ"
+    )
+
+
+def _told(result: Any) -> str:
+  if not isinstance(result, dict):
+    return "fits" if result is None else str(result)
+  if "verdict" in result:
+    return f"{result['verdict']}: {result['reason']}"
+  if "proposals" in result:
+    return f"{len(result['proposals'])} proposals"
+  shown = {
+    k: round(v, 4) if isinstance(v, float) else v
+    for k, v in result.items()
+    if k in ("tau", "kernel", "overhead", "mean", "gain", "kind", "reason")
+  }
+  return ", ".join(f"{k} {v}" for k, v in shown.items())
+
+
+def _finish(
+  folder: Path, log: Log, lab: Lab, plan: Plan, outcome, started: float
+) -> int:
+  result = results.empty_result("round")
+  settings = lab.settings
+  result |= {
+    "environment": lab.environment,
+    "deployment": paired_test.deployment(lab),
+    "sampling": dataclasses.asdict(settings.sampling),
+    "prompts": {
+      "sets": list(settings.prompt_sets),
+      "split": settings.split,
+      "chat": lab.requests[0].prompt.chat,
+      "requests": len(lab.requests),
+      "turns": 1,
+    },
+    "trials": outcome["trials"],
+    "accepted": outcome["accepted"],
+    "sealed": outcome["sealed"],
+    "champion": outcome["champion"],
+    "round": {
+      "factors": outcome["factors"],
+      "directions": outcome["directions"],
+      "integrated": outcome["integrated"],
+      "start": dict(plan.champion),
+      "aa_means": lab.sessions.means,
+      "s_aa": lab.sessions.s_aa,
+      "familywise": lab.ledger.familywise,
+      "isolation": lab.layers.as_dict(),
+      "work_s": log.seconds(),
+      "trials_spent": log.spent("trials"),
+      "usd": log.spent("usd"),
+    },
+    "timing_s": {"work": round(log.seconds(), 1)},
+    "notes": [
+      *lab.source.checkpoint.notes,
+      *(x for x in lab.layers.statement() if "NOT" in x),
+    ],
+  }
+  result = results.to_json(result)
+  results.write_result(folder, result)
+  written = report.write(folder, result, {})
+  for text in round_section.lines(result):
+    say(text)
+  say(f"seconds of this slice: {time.monotonic() - started:.0f}")
+  say(f"report: {written}")
+  return 0

@@ -1,0 +1,186 @@
+"""The event log of a round: append only, and all that a resumed round knows.
+
+Work is done by key. What has ended is never done again; what was begun and did
+not end is done again, and its first beginning stays in the account. A line that
+a killed process left unfinished is cut off.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specpilot_jax.errors import SpecPilotError
+
+BEGUN, DONE, NOTE = "begun", "done", "note"
+
+
+class Log:
+  """One file of JSON lines, written by one process at a time.
+
+  Args:
+    path: made where it is not there.
+    tell: called with key, result and seconds of work that has ended.
+    clock: epoch seconds.
+  """
+
+  def __init__(
+    self,
+    path: Path,
+    tell: Callable[[str, Any, float], None] | None = None,
+    clock: Callable[[], float] = time.time,
+  ):
+    self.path = path
+    self._tell, self._clock = tell, clock
+    self._lines = self._read()
+    self._results = {
+      line["key"]: line["result"]
+      for line in self._lines
+      if line["event"] == DONE
+    }
+    self._file = open(path, "ab")
+    self._lock = threading.Lock()
+
+  def __iter__(self) -> Iterator[dict[str, Any]]:
+    return iter(self._lines)
+
+  def __contains__(self, key: str) -> bool:
+    """Whether work of this key has ended."""
+    return key in self._results
+
+  def result(self, key: str) -> Any:
+    return self._results[key]
+
+  def do(
+    self,
+    key: str,
+    work: Callable[[], Any],
+    *,
+    cost: Mapping[str, float] | None = None,
+  ) -> Any:
+    """The result of some work, which is done where it has not been.
+
+    Args:
+      key: of the work, the same in every resumption.
+      work: returns what JSON can hold.
+      cost: what it may spend, written before it begins; see `spent`.
+    """
+    if key in self._results:
+      return self._results[key]
+    again = any(x["event"] == BEGUN and x["key"] == key for x in self._lines)
+    self._append({"event": BEGUN, "key": key, "again": again, "cost": cost})
+    began = self._clock()
+    # What is used now is what a resumption will read.
+    result = json.loads(json.dumps(work(), allow_nan=False))
+    seconds = self._clock() - began
+    self._append(
+      {"event": DONE, "key": key, "result": result, "seconds": seconds}
+    )
+    self._results[key] = result
+    if self._tell is not None:
+      self._tell(key, result, seconds)
+    return result
+
+  def note(self, kind: str, **fields: Any) -> None:
+    """Something to know that is no work."""
+    self._append({"event": NOTE, "kind": kind, **fields})
+
+  def spent(self, what: str) -> float:
+    """Of all work begun so far, lost work included."""
+    return sum(
+      (line.get("cost") or {}).get(what, 0.0)
+      for line in self._lines
+      if line["event"] == BEGUN
+    )
+
+  def seconds(self) -> float:
+    """Wall time of work that has ended."""
+    return sum(x["seconds"] for x in self._lines if x["event"] == DONE)
+
+  def close(self) -> None:
+    self._file.close()
+
+  def _append(self, line: Mapping[str, Any]) -> None:
+    line = {"time": self._clock(), **line}
+    data = json.dumps(line, allow_nan=False).encode() + b"\n"
+    with self._lock:  # Agents work side by side.
+      try:
+        self._file.write(data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+      except OSError as e:
+        raise SpecPilotError(f"{self.path}: {e.strerror}") from None
+      self._lines.append(line)
+
+  def _read(self) -> list[dict[str, Any]]:
+    try:
+      self.path.parent.mkdir(parents=True, exist_ok=True)
+      data = self.path.read_bytes() if self.path.exists() else b""
+      whole = data[: data.rfind(b"\n") + 1]
+      if len(whole) < len(data):
+        os.truncate(self.path, len(whole))
+    except OSError as e:
+      raise SpecPilotError(f"{self.path}: {e.strerror}") from None
+    lines = []
+    for number, text in enumerate(whole.splitlines(), start=1):
+      try:
+        line = json.loads(text)
+        if line["event"] not in (BEGUN, DONE, NOTE):
+          raise ValueError
+        if line["event"] == DONE:
+          line["result"], float(line["seconds"])
+      except (ValueError, KeyError, TypeError):
+        raise SpecPilotError(f"{self.path}:{number}: damaged") from None
+      lines.append(line)
+    return lines
+
+
+class BudgetSpent(Exception):
+  """A limit of a round is reached; it can be taken up again with more."""
+
+
+class Budget:
+  """Limits of a round, checked before every piece of work.
+
+  Args:
+    log: what has been spent.
+    trials: paired tests and screenings at most; None for any.
+    device_s: seconds of work in all slices together.
+    usd: money of agents.
+    deadline: of `time.monotonic()`, of this slice.
+    faults: so many failures of the machine in a row end it.
+  """
+
+  def __init__(
+    self,
+    log: Log,
+    *,
+    trials: int | None = None,
+    device_s: float | None = None,
+    usd: float | None = None,
+    deadline: float = float("inf"),
+    faults: int = 3,
+  ):
+    self._log = log
+    self._limits = {"trials": trials, "usd": usd}
+    self._device_s, self._deadline, self._faults = device_s, deadline, faults
+    self._in_a_row = 0
+
+  def check(self) -> None:
+    """Raises BudgetSpent, naming the limit."""
+    if time.monotonic() > self._deadline:
+      raise BudgetSpent("the time of this slice")
+    for name, limit in self._limits.items():
+      if limit is not None and self._log.spent(name) >= limit:
+        raise BudgetSpent(f"{name}: {limit:g}")
+    if self._device_s is not None and self._log.seconds() >= self._device_s:
+      raise BudgetSpent(f"seconds of work: {self._device_s:g}")
+    if self._in_a_row >= self._faults:
+      raise BudgetSpent(f"{self._faults} failures of the machine in a row")
+
+  def tell(self, *, failed: bool) -> None:
+    """Counts failures of the machine (not of candidates) in a row."""
+    self._in_a_row = self._in_a_row + 1 if failed else 0

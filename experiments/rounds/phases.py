@@ -1,0 +1,400 @@
+"""A round: what is tried, in which order, and what is kept.
+
+Every decision follows from the event log alone, so that the same results give
+the same champion, whether they were measured now, before an interruption, or
+in another round that is replayed.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.agents.protocol import (
+  Agent,
+  Limits,
+  Proposal,
+  Task,
+  cut,
+  join,
+)
+from experiments.rounds.log import Budget, Log
+from specpilot_jax.errors import SpecPilotError
+
+GATE = 0.03
+"""Gain after overhead below which a proposal is not worth code of its own."""
+
+System = Mapping[str, str]
+"""`options` and `patch` of a candidate, over stock and base."""
+
+STOCK: System = {"options": "", "patch": ""}
+
+
+class World(Protocol):
+  """What measures. All results are what JSON holds."""
+
+  def factors(self, champion: System) -> dict[str, Any]:
+    """`tau`, `kernel` and `overhead`: what each could gain, as factors."""
+    ...
+
+  def aa(self) -> dict[str, Any]:
+    """One A/A session: `mean`."""
+    ...
+
+  def check(self, system: System) -> str | None:
+    """Why a system cannot be built; None where it can. Nothing runs."""
+    ...
+
+  def merge(self, champion: System, patch: str) -> dict[str, Any]:
+    """`patch` over the base of both, or `conflict`."""
+    ...
+
+  def screen(self, system: System, against: System, units: int) -> dict:
+    """A short timing: `kind` (ok, refused, infra), `reason`, `gain`, `upper`
+    (bound of the gain), `identical`, `outputs`."""
+    ...
+
+  def test(self, system: System, against: System) -> dict[str, Any]:
+    """A paired test: `kind`, `verdict`, `reason`, `gain`, `bound`."""
+    ...
+
+  def seal(self, system: System) -> dict[str, Any]:
+    """The sealed test against stock: `verdict`, `reason`, `speedup_vs_stock`,
+    `lcb`, `tokens_forced`."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """How a round goes.
+
+  Attributes:
+    directions: (factor, option) to explore, of which those with the largest
+      factor come first.
+    aa_sessions: that a gate needs.
+    screen_units: of each stage of screening, a candidate must survive all.
+    limits: of an agent per task.
+    champion: system that the round starts from.
+    workers: agents that work side by side.
+  """
+
+  directions: Sequence[tuple[str, str | None]]
+  aa_sessions: int = 8
+  screen_units: Sequence[int] = (2, 4)
+  limits: Limits = Limits()
+  champion: System = dataclasses.field(default_factory=lambda: dict(STOCK))
+  workers: int = 1
+
+
+def coarse(gain: float | None) -> str:
+  """A gain in bins: what agents are told of it."""
+  if gain is None:
+    return "not measured"
+  for low, text in (
+    (0.10, "above +10 %"),
+    (0.05, "+5 to +10 %"),
+    (0.03, "+3 to +5 %"),
+    (-0.03, "within 3 %"),
+  ):
+    if gain >= low:
+      return text
+  return "slower"
+
+
+class Round:
+  """Runs phases 0 to 4; may be killed at any point and run again.
+
+  Args:
+    log: of the round.
+    world: measures.
+    agents: propose; the first that has something for a task is heard first.
+    budget: checked before every piece of work.
+    plan: what to do.
+    workspace: folder for agents.
+  """
+
+  def __init__(
+    self,
+    log: Log,
+    world: World,
+    agents: Sequence[Agent],
+    budget: Budget,
+    plan: Plan,
+    workspace: Path,
+  ):
+    self._log, self._world, self._agents = log, world, agents
+    self._budget, self._plan, self._workspace = budget, plan, workspace
+    self._trials: list[dict[str, Any]] = []
+
+  def _do(self, key: str, work, **cost: float) -> Any:
+    if key not in self._log:
+      self._budget.check()
+    return self._log.do(key, work, cost=cost)
+
+  def _measured(self, key: str, work) -> dict[str, Any]:
+    """Work on a machine that may fail: done once more where it does."""
+    result = self._do(key, work, trials=1)
+    for again in range(1, 3):
+      self._budget.tell(failed=result["kind"] == "infra")
+      if result["kind"] != "infra" or again == 2:
+        break
+      result = self._do(f"{key}/again", work, trials=1)
+    return result
+
+  def run(self) -> dict[str, Any]:
+    """The whole round.
+
+    Raises:
+      BudgetSpent: a limit is reached; what has ended stays in the log.
+    """
+    start = dict(self._plan.champion)
+    factors = self._do("factors", lambda: self._world.factors(start))
+    for i in range(self._plan.aa_sessions):
+      self._do(f"aa/{i}", self._world.aa)
+    tasks = self._tasks(factors, start)
+    validated = self._explore(tasks, start)
+    champion, accepted = self._integrate(validated, start)
+    kernels = [t for t in tasks if t.factor == "kernel"]
+    champion, tuned = self._tune(kernels, champion, factors)
+    accepted += tuned
+    sealed = None
+    if champion != start:
+      sealed = self._do("seal", lambda: self._world.seal(champion), trials=1)
+    promoted = sealed is not None and sealed["verdict"] == "accept"
+    result = {
+      "factors": factors,
+      "directions": [t.as_dict() for t in tasks],
+      "trials": self._trials,
+      "accepted": accepted if promoted else [],
+      "integrated": accepted,
+      "champion": champion if promoted else start,
+      "sealed": sealed,
+    }
+    return json.loads(json.dumps(result))
+
+  def _tasks(self, factors: Mapping[str, Any], champion: System) -> list[Task]:
+    found = []
+    for factor, option in self._plan.directions:
+      bound = float(factors[factor]) - 1
+      name = f"{factor}/{option or 'open'}"
+      found.append(
+        Task(
+          id=name,
+          factor=factor,
+          option=option,
+          bound=bound,
+          champion=champion["options"],
+        )
+      )
+    # The largest factor first; within it as the registry has them.
+    found.sort(key=lambda task: -task.bound)
+    return found
+
+  def _propose(self, task: Task) -> list[Proposal]:
+    """What all agents say, kept before anything is done with it."""
+    proposals: dict[str, Proposal] = {}
+    for agent in self._agents:
+      key = f"propose/{task.id}/{agent.name}"
+
+      def ask(agent=agent, key=key) -> dict[str, Any]:
+        attempt = len(list(self._workspace.glob("*")))
+        place = self._workspace / f"{attempt}-{key.replace('/', '-')}"
+        place.mkdir(parents=True)
+        try:
+          session = agent.propose(task, place, self._plan.limits)
+        except SpecPilotError as e:
+          return {"proposals": [], "usd": None, "transcript": f"error: {e}"}
+        return cut(session, task, self._plan.limits).as_dict()
+
+      usd = self._plan.limits.usd or 0.0
+      session = self._do(key, ask, usd=usd)
+      for fields in session["proposals"]:
+        proposal = Proposal.from_dict(fields)
+        proposals.setdefault(proposal.id, proposal)
+    return list(proposals.values())
+
+  def _explore(self, tasks: Sequence[Task], start: System):
+    """Phase 1: (gain, proposal) of what is worth a paired test."""
+    worth = []
+    for task in tasks:
+      if task.bound < GATE:
+        self._trial(task.id, None, "floor", f"at most {task.bound:+.1%}")
+      else:
+        worth.append(task)
+    with concurrent.futures.ThreadPoolExecutor(self._plan.workers) as pool:
+      answers = list(pool.map(self._propose, worth))
+    best: list[tuple[float, Proposal]] = []
+    seen: set[str] = set()
+    for proposals in answers:
+      for proposal in proposals:
+        if proposal.id not in seen:
+          seen.add(proposal.id)
+          gain = self._screen(proposal, start)
+          if gain is not None:
+            best.append((gain, proposal))
+    best.sort(key=lambda pair: (-pair[0], pair[1].id))
+    return best
+
+  def _screen(self, proposal: Proposal, start: System) -> float | None:
+    system = {
+      "options": join([start["options"], proposal.options]),
+      "patch": proposal.patch,
+    }
+    if start["patch"]:
+      merged = self._do(
+        f"merge/{proposal.id}",
+        lambda: self._world.merge(start, proposal.patch),
+      )
+      if "conflict" in merged:
+        return self._trial(
+          proposal.task, proposal, "conflict", merged["conflict"]
+        )
+      system["patch"] = merged["patch"]
+    wrong = self._do(f"check/{proposal.id}", lambda: self._world.check(system))
+    if wrong is not None:
+      return self._trial(proposal.task, proposal, "refused", wrong)
+    if proposal.patch:
+      # With its option off a patched tree is stock.
+      off = {"options": start["options"], "patch": system["patch"]}
+      result = self._measured(
+        f"off/{proposal.id}", lambda: self._world.screen(off, start, 1)
+      )
+      wrong = _not_stock(result)
+      if wrong is not None:
+        return self._trial(proposal.task, proposal, "refused", wrong)
+    gain = None
+    for stage, units in enumerate(self._plan.screen_units):
+      result = self._measured(
+        f"screen/{proposal.id}/{stage}",
+        lambda units=units: self._world.screen(system, start, units),
+      )
+      if result["kind"] != "ok":
+        return self._trial(
+          proposal.task, proposal, result["kind"], result["reason"]
+        )
+      gain = result["gain"]
+      if result["upper"] is not None and result["upper"] < GATE:
+        return self._trial(
+          proposal.task, proposal, "slower", f"{coarse(gain)}", gain
+        )
+    if gain is None or gain < GATE:
+      return self._trial(proposal.task, proposal, "small", coarse(gain), gain)
+    self._trial(proposal.task, proposal, "validated", coarse(gain), gain)
+    return gain
+
+  def _trial(
+    self,
+    task: str,
+    proposal: Proposal | None,
+    verdict: str,
+    reason: str,
+    gain: float | None = None,
+  ) -> None:
+    self._trials.append(
+      {
+        "id": proposal.id if proposal else None,
+        "task": task,
+        "option": proposal.options if proposal else None,
+        "patch": bool(proposal and proposal.patch),
+        "prediction": proposal.prediction if proposal else None,
+        "evidence": gain,
+        "measured": None,
+        "lcb": None,
+        "s_aa": None,
+        "verdict": verdict,
+        "reason": reason,
+      }
+    )
+
+  def _integrate(
+    self, validated: Sequence[tuple[float, Proposal]], start: System
+  ) -> tuple[dict[str, str], list[str]]:
+    """Phase 2: greedy, largest gain first, each step a paired test."""
+    champion, accepted = dict(start), []
+    for _, proposal in validated:
+      changed, verdict = self._stack(proposal, champion, accepted)
+      if verdict:
+        champion = changed
+        accepted.append(proposal.id)
+    return champion, accepted
+
+  def _stack(
+    self, proposal: Proposal, champion: System, accepted: Sequence[str]
+  ) -> tuple[dict[str, str], bool]:
+    step = f"{proposal.id}/{len(accepted)}"
+    merged = self._do(
+      f"stack/{step}", lambda: self._world.merge(champion, proposal.patch)
+    )
+    if "conflict" in merged:
+      self._verdict(proposal, "conflict", merged["conflict"])
+      return dict(champion), False
+    system = {
+      "options": join([champion["options"], proposal.options]),
+      "patch": merged["patch"],
+    }
+    if system == champion:
+      self._verdict(proposal, "inert", "the champion has it already")
+      return system, False
+    wrong = self._do(f"fits/{step}", lambda: self._world.check(system))
+    if wrong is not None:
+      self._verdict(proposal, "conflict", wrong)
+      return dict(champion), False
+    result = self._measured(
+      f"test/{step}", lambda: self._world.test(system, champion)
+    )
+    self._verdict(proposal, result["verdict"], result["reason"], result)
+    return system, result["verdict"] == "accept"
+
+  def _verdict(self, proposal, verdict, reason, result=None) -> None:
+    for trial in self._trials:
+      if trial["id"] == proposal.id:
+        trial |= {"verdict": verdict, "reason": reason}
+        if result:
+          trial |= {
+            "measured": result.get("gain"),
+            "lcb": result.get("bound"),
+            "s_aa": result.get("s_aa"),
+          }
+
+  def _tune(
+    self, kernels: Sequence[Task], champion: dict[str, str], factors
+  ) -> tuple[dict[str, str], list[str]]:
+    """Phase 3: kernels furthest from their floor first, tables as patches.
+
+    Only agents that write code answer tasks without an option.
+    """
+    excess = factors.get("kernel_classes") or {}
+    names = sorted(excess, key=lambda name: (-excess[name], name))
+    found: list[str] = []
+    for name in names:
+      if not kernels or excess[name] - 1 < GATE:
+        continue
+      task = Task(
+        id=f"kernel/tiles/{name}",
+        factor="kernel",
+        option=None,
+        bound=excess[name] - 1,
+        champion=champion["options"],
+      )
+      for proposal in self._propose(task):
+        gain = self._screen(proposal, champion)
+        if gain is None:
+          continue
+        changed, verdict = self._stack(proposal, champion, ["tune", *found])
+        if verdict:
+          champion = changed
+          found.append(proposal.id)
+    return champion, found
+
+
+def _not_stock(result: Mapping[str, Any]) -> str | None:
+  if result["kind"] != "ok":
+    return f"with its option off: {result['reason']}"
+  if result["identical"] < result["outputs"]:
+    return (
+      f"with its option off {result['outputs'] - result['identical']} of"
+      f" {result['outputs']} outputs are not those of the system before it"
+    )
+  return None

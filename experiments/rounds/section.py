@@ -1,0 +1,88 @@
+"""A round in a report and on the console."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from experiments import plots
+from experiments.blocks import Block, Heading, Plot, Table, Text
+from experiments.console import table
+from experiments.controller import section
+
+HEADER = ("candidate", "screened", "measured", "bound", "verdict")
+
+
+def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+  return [
+    (
+      t["option"] or t["task"],
+      section.percent(t["evidence"], 1),
+      section.percent(t["measured"], 2),
+      section.percent(t["lcb"], 2),
+      t["verdict"],
+    )
+    for t in result["trials"]
+  ]
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+  """What the console says of a finished round."""
+  f = result["round"]["factors"]
+  out = [
+    f"phase 0: tau {f['tau']:.3f} x kernel {f['kernel']:.3f} x overhead"
+    f" {f['overhead']:.3f} of {f['of']}; largest: {f['largest']}"
+  ]
+  out.append(table(HEADER, _rows(result)))
+  for t in result["trials"]:
+    out.append(f"{t['option'] or t['task']}: {t['verdict']}: {t['reason']}")
+  s_aa = result["round"]["s_aa"]
+  out.append(
+    f"s_AA {'-' if s_aa is None else format(s_aa, '.3%')} of"
+    f" {len(result['round']['aa_means'])} A/A sessions; chance of a false bound"
+    f" among all tests, were all null: {result['round']['familywise']:.1%}"
+  )
+  sealed = result["sealed"]
+  if sealed is None:
+    out.append("champion: none, nothing was accepted")
+  else:
+    speedup = sealed["speedup_vs_stock"]
+    out.append(
+      f"sealed: {sealed['verdict']}: {sealed['reason']}; over stock"
+      f" {'-' if speedup is None else format(speedup, '.3f')}x, lower bound"
+      f" {section.percent(sealed['lcb'])}; {sealed['tokens_forced']} tokens of"
+      " long outputs forced"
+    )
+    out.append(f"champion: {json.dumps(result['champion'])[:500]}")
+  return out
+
+
+def blocks(result: Mapping[str, Any]) -> list[Block]:
+  """The section of a report: the story of a round, phase by phase."""
+  told = result["round"]
+  every = lines(result)
+  found: list[Block] = [Heading("Round")]
+  found += [Text(text) for text in (every[0], *every[-3:])]
+  found.append(
+    Table(
+      ("direction", "gain at most"),
+      tuple(
+        (d["id"], section.percent(d["bound"], 1)) for d in told["directions"]
+      ),
+    )
+  )
+  found.append(Table(HEADER, tuple(_rows(result))))
+  found += [
+    Text(f"{t['option'] or t['task']}: {t['verdict']}: {t['reason']}")
+    for t in result["trials"]
+  ]
+  sealed = result["sealed"]
+  if sealed and sealed["timed"]["log_ratios"]:
+    timed = sealed["timed"]
+    found.append(
+      Plot(
+        "The sealed test: gain over stock of each unit.",
+        plots.gains(timed["log_ratios"], timed["bound"], timed["threshold"]),
+      )
+    )
+  found += [Text(f"Isolation: {x}") for x in told["isolation"]["statement"]]
+  return found

@@ -1,0 +1,344 @@
+"""The world of a round: this machine, through the controller."""
+
+import contextlib
+import dataclasses
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments import plan as plan_lib
+from experiments import results
+from experiments.controller import lab as lab_lib
+from experiments.controller import paired, patches, statistics, tree
+from experiments.controller.checks import CANDIDATE, STOCK, Request
+from experiments.controller.lab import Lab
+from experiments.controller.process import EngineFault
+from experiments.rounds.phases import System
+from experiments.settings import Settings
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
+
+PROFILED = 6
+"""Requests of the profile of phase 0."""
+LATE, LATE_SHARE = 3_000, 0.3
+"""Tokens beyond which an output is a late one, and the share of such outputs in
+the sealed test: what goes wrong late shows nowhere else."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sealed:
+  """The sealed test.
+
+  Attributes:
+    long_requests: whose outputs are forced at full length.
+    long_tokens: of each, without stops.
+  """
+
+  long_requests: int = 4
+  long_tokens: int = 4_096
+
+
+class LabWorld:
+  """Measures systems of one deployment.
+
+  Args:
+    settings: of the run.
+    folder: of the run; every session has one below it.
+    sealed: the last test.
+    aa_sessions: that are enough; those of earlier runs count.
+    deadline: of `time.monotonic()`.
+  """
+
+  def __init__(
+    self,
+    settings: Settings,
+    folder: Path,
+    sealed: Sealed,
+    *,
+    aa_sessions: int = statistics.WANTED_SESSIONS,
+    deadline: float = math.inf,
+  ):
+    self._settings, self._folder = settings, folder
+    self._sealed, self._deadline = sealed, deadline
+    self._aa_sessions = aa_sessions
+    self._labs: dict[str, Lab] = {}
+    self._stack = contextlib.ExitStack()
+
+  def __enter__(self) -> "LabWorld":
+    return self
+
+  def __exit__(self, *error) -> None:
+    self._stack.close()
+
+  def lab(self, name: str = "dev") -> Lab:
+    """The lab of a set of requests: `dev`, `sealed` or `long`."""
+    if name not in self._labs:
+      settings = self._settings
+      if name != "dev":
+        settings = dataclasses.replace(settings, split="sealed")
+      if name == "long":
+        settings = dataclasses.replace(
+          settings,
+          num_prompts=max(self._sealed.long_requests, lab_lib.WARM_UPS + 2),
+          sampling=dataclasses.replace(
+            settings.sampling,
+            max_tokens=self._sealed.long_tokens,
+            ignore_eos=True,
+          ),
+        )
+      lab = self._stack.enter_context(lab_lib.open_lab(settings))
+      if settings.card is not None:
+        plan_lib.check_kind(settings.card, lab.machine)
+      self._labs[name] = lab
+    return self._labs[name]
+
+  def _system(self, system: System) -> lab_lib.System:
+    patch = system["patch"].encode() or None
+    return lab_lib.System(
+      options=system["options"],
+      drafter=self._settings.drafter,
+      kernels=self._settings.flags.get("kernels", "reference"),
+      patch=patch,
+    )
+
+  def _place(self, kind: str, system: System) -> results.RunFolder:
+    stem = f"{kind}-{self._system(system).id}"
+    number = len(list((self._folder / "sessions").glob("*")))
+    return results.RunFolder(self._folder / "sessions" / f"{number:03}-{stem}")
+
+  def factors(self, champion: System) -> dict[str, Any]:
+    """A profile of stock, and of the champion where its options alone make it.
+
+    The factors are what is left to gain over the champion. `tau` is what
+    another choice of nodes could give: the best tree's acceptance over its own
+    (`acceptance`) times the floors of its own step over those of that tree's,
+    since fewer nodes may pay too. `kernel` is its profiled step over its own
+    floors, `overhead` its measured over its profiled step: their product is
+    the cost model's ceiling.
+    """
+    s = self._settings
+    count = len(list(self._folder.glob("profile*")))
+    where = self._folder / f"profile-{count}"
+    own = champion["options"] if not champion["patch"] else ""
+    command = [
+      sys.executable, "-m", "experiments.main", "--job=profile",
+      f"--target={s.target}", f"--drafter={s.drafter}",
+      f"--prompts={','.join(s.prompt_sets)}",
+      f"--num_prompts={min(s.num_prompts or PROFILED, PROFILED)}",
+      f"--max_tokens={s.sampling.max_tokens}",
+      f"--temperature={s.sampling.temperature}",
+      f"--kernels={s.flags.get('kernels', 'reference')}",
+      f"--prefill_chunk={s.prefill_chunk}", f"--output_dir={where}",
+      f"--set={own}",
+      f"--systems=ar,stock{',candidate' if own else ''}",
+    ]  # fmt: skip
+    if s.dtype is not None:
+      command.append(f"--dtype={s.dtype}")
+    if s.split is not None:
+      command.append(f"--split={s.split}")
+    done = subprocess.run(
+      command, capture_output=True, text=True, cwd=tree.ROOT
+    )
+    result = None
+    if (where / results.RESULT).exists():
+      result = results.read_result(where)
+    if result is None or not result["cost_model"]:
+      lines = (done.stderr or done.stdout).strip().splitlines()
+      raise SpecPilotError(f"profile: {lines[-1] if lines else 'failed'}")
+    model = result["cost_model"]
+    classes = {
+      name: c["measured_us"] / c["floor_us"]
+      for name, c in model["classes"].items()
+      if c["floor_us"]
+    }
+    name = CANDIDATE if own else STOCK
+    taus = {n: x["acceptance_length"] for n, x in result["systems"].items()}
+    mine = model["systems"][name]
+    floor = sum(c["floor_us"] for c in model["classes"].values())
+    tau = model["tau_factor"] * taus[STOCK] / taus[name]
+    factors = {
+      "tau": tau * mine["floor_step_us"] / floor,
+      "kernel": mine["kernel_factor"],
+      "overhead": mine["overhead_factor"],
+    }
+    factors = {k: 1.0 if v is None else v for k, v in factors.items()}
+    return {
+      **factors,
+      "largest": max(factors, key=lambda name: factors[name]),
+      "acceptance": tau,
+      "of": "stock" if not own else own,
+      "kernel_classes": classes,
+      "profile": where.name,
+    }
+
+  def aa(self) -> dict[str, Any]:
+    lab = self.lab()
+    # Sessions of earlier runs of this deployment count.
+    if len(lab.sessions) >= self._aa_sessions:
+      return {"mean": None, "sessions": len(lab.sessions), "reused": True}
+    mean = lab.aa_session(self._deadline)
+    return {"mean": mean, "sessions": len(lab.sessions), "reused": False}
+
+  def check(self, system: System) -> str | None:
+    try:
+      if not system["patch"]:
+        parsed = registry.parse_options(system["options"])
+        parsed.check_temperature(self._settings.sampling.temperature)
+        return None
+      changes = patches.parse(system["patch"].encode())
+      patches.apply(self.lab().base, changes)
+      return None
+    except SpecPilotError as e:
+      return str(e)
+
+  def merge(self, champion: System, patch: str) -> dict[str, Any]:
+    try:
+      merged = patches.merge(
+        self.lab().base, champion["patch"].encode(), patch.encode()
+      )
+      return {"patch": merged.decode()}
+    except patches.PatchError as e:
+      return {"conflict": str(e)}
+
+  def screen(
+    self, system: System, against: System, units: int
+  ) -> dict[str, Any]:
+    folder = self._place("screen", system)
+    try:
+      measured, verdict = self.lab().screen(
+        self._system(system), self._system(against), units, folder,
+        self._deadline,
+      )  # fmt: skip
+    except patches.PatchError as e:
+      return {"kind": "refused", "reason": str(e)}
+    finally:
+      folder.close()
+    if verdict.verdict == paired.REFUSED:
+      return {
+        "kind": "refused", "reason": f"{verdict.check}: {verdict.reason}"
+      }  # fmt: skip
+    times, exact = measured.times, verdict.exactness
+    # A short session may be disturbed: it is a filter, and may be wrong.
+    if times is None or exact is None or not len(times.stock):
+      return {"kind": "infra", "reason": verdict.reason}
+    r = times.units
+    upper = -statistics.t_bound(-r)
+    return {
+      "kind": "ok",
+      "reason": verdict.reason,
+      "gain": math.expm1(float(r.mean())),
+      "upper": math.expm1(upper) if math.isfinite(upper) else None,
+      "log_ratios": [float(x) for x in r],
+      "identical": exact.identical,
+      "outputs": exact.outputs,
+      "session": folder.path.name,
+    }
+
+  def test(self, system: System, against: System) -> dict[str, Any]:
+    return self._paired(self.lab(), "test", system, against)
+
+  def _paired(
+    self, lab: Lab, kind: str, system: System, against: System
+  ) -> dict[str, Any]:
+    folder = self._place(kind, system)
+    try:
+      tested = lab.test(
+        self._system(system), folder, self._deadline, self._system(against)
+      )
+    except patches.PatchError as e:
+      return {"kind": "refused", "verdict": paired.REFUSED, "reason": str(e)}
+    finally:
+      folder.close()
+    verdict = tested.verdict
+    reason, outcome = f"{verdict.check}: {verdict.reason}", verdict.verdict
+    if outcome == statistics.ACCEPT and tested.seen_before:
+      outcome = statistics.INCONCLUSIVE
+      reason = f"{tested.seen_before} of the requests are not fresh"
+    d = verdict.decision
+    times = tested.measured.times
+    return {
+      "kind": "infra" if outcome == paired.INVALID else "ok",
+      "verdict": outcome,
+      "reason": reason,
+      "gain": d.gain if d else None,
+      "bound": d.bound if d else None,
+      "threshold": d.threshold if d else None,
+      "s_aa": d.s_aa if d else None,
+      "units": d.units if d else 0,
+      "log_ratios": [float(x) for x in times.units]
+      if times is not None and len(times.stock)
+      else [],
+      "identical": verdict.exactness.identical if verdict.exactness else None,
+      "outputs": verdict.exactness.outputs if verdict.exactness else None,
+      "test": tested.test,
+      "familywise": tested.familywise,
+      "session": folder.path.name,
+    }
+
+  def seal(self, system: System) -> dict[str, Any]:
+    """Unseen requests, timed; then long outputs, forced. Any failure rejects.
+
+    The times of sealed requests have s_AA of sealed sessions where there are
+    any, else that of the development requests, whose design is the same.
+    """
+    lab = self.lab("sealed")
+    if lab.sessions.s_aa is None:
+      lab.sessions = self.lab().sessions
+    timed = self._paired(lab, "seal", system, {"options": "", "patch": ""})
+    forced = self._force_long(system)
+    verdict, reason = timed["verdict"], timed["reason"]
+    if verdict == statistics.ACCEPT and forced["verdict"] != "pass":
+      verdict = (
+        paired.REFUSED if forced["verdict"] == "fail"
+        else statistics.INCONCLUSIVE
+      )  # fmt: skip
+      reason = f"outputs of {self._sealed.long_tokens}: {forced['reason']}"
+    gain = timed["gain"]
+    return {
+      "kind": timed["kind"],
+      "verdict": verdict,
+      "reason": reason,
+      "speedup_vs_stock": None if gain is None else 1 + gain,
+      "lcb": timed["bound"],
+      "tokens_forced": forced.get("tokens", 0),
+      "timed": timed,
+      "long": forced,
+    }
+
+  def _force_long(self, system: System) -> Mapping[str, Any]:
+    lab = self.lab("long")
+    requests: list[Request] = lab.requests[: self._sealed.long_requests]
+    folder = self._place("long", system)
+    stock: System = {"options": "", "patch": ""}
+    try:
+      for name, which in ((STOCK, stock), (CANDIDATE, system)):
+        lab.generate(self._system(which), name, requests, folder)
+    except EngineFault as e:
+      verdict = "fail" if e.engine == CANDIDATE else "inconclusive"
+      return {"verdict": verdict, "reason": str(e), "tokens": 0}
+    finally:
+      folder.close()
+    records = results.read_requests(folder.path)
+    outputs = {(r["system"], r["request"]): r["output_ids"] for r in records}
+    late = [
+      len(ids) > LATE for (name, _), ids in outputs.items() if name == CANDIDATE
+    ]
+    forced = dict(lab.force(folder.path))
+    same = all(
+      outputs[STOCK, r.id] == outputs[CANDIDATE, r.id] for r in requests
+    )
+    if forced["verdict"] == "inconclusive" and same:
+      forced |= {
+        "verdict": "pass",
+        "reason": f"{len(requests)} outputs are stock's, token for token",
+      }
+    if forced["verdict"] == "pass" and sum(late) < LATE_SHARE * len(late):
+      forced |= {
+        "verdict": "inconclusive",
+        "reason": f"{sum(late)} of {len(late)} outputs are longer than {LATE}"
+        " tokens: what goes wrong late was not looked for",
+      }
+    return forced

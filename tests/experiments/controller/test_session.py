@@ -1,0 +1,96 @@
+"""Order, throttling, slow-downs and floors of a session."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments import devices
+from experiments.controller import checks, session
+from experiments.controller.checks import CANDIDATE, STOCK
+from tests.exploits import standin
+
+
+def test_both_systems_decode_both_requests_once():
+  first_request, second_request = standin.requests(2)
+  pair = (first_request, second_request)
+  for first, expected in ((True, "SCCS"), (False, "CSSC")):
+    found = session.order(first, pair)
+    letters = "".join("S" if name == STOCK else "C" for name, _ in found)
+    assert letters == expected
+    assert len(set(found)) == 4
+    # A linear drift is the same for both.
+    places = {STOCK: 0, CANDIDATE: 0}
+    for place, (name, _) in enumerate(found):
+      places[name] += place
+    assert places[STOCK] == places[CANDIDATE]
+
+
+def test_forms_are_drawn_half_and_half():
+  drawn = [session.forms(8, np.random.default_rng(i)) for i in range(8)]
+  assert all(x.sum() == 4 for x in drawn)
+  assert len({tuple(x) for x in drawn}) > 1
+
+
+@pytest.mark.parametrize(
+  ("reasons", "throttled"),
+  [
+    ("0x0000000000000000", False),
+    ("0x0000000000000001", False),  # Idle.
+    ("0x0000000000000004", False),  # The power cap that holds always.
+    ("0x0000000000000008", True),
+    ("0x0000000000000020", True),
+    ("0x0000000000000040", True),
+    ("0x0000000000000080", True),
+    ("[N/A]", False),
+  ],
+)
+def test_throttling(reasons, throttled):
+  state = {"clocks_event_reasons.active": reasons}
+  assert session.is_throttled(state) == throttled
+  assert not session.is_throttled(None)
+
+
+def test_slow_down():
+  alone = [1.0, 2.0, 1.5, 3.0]
+  drifted = [1.1 * s for s in alone]
+  between = [1.1**0.5 * s for s in alone]
+  share, slower = session.slow_down(alone, between, drifted, None)
+  assert share == pytest.approx(0.0, abs=1e-9) and not slower
+  beside = [1.2 * s for s in between]
+  share, slower = session.slow_down(alone, beside, drifted, None)
+  assert share == pytest.approx(0.2) and slower
+  assert not session.slow_down(alone, beside, drifted, 0.15)[1]
+  assert session.slow_down([1.0], [2.0], [1.0], None) == (0.0, False)
+
+
+def test_the_floor_of_a_card():
+  """A 27B on an H200 reads 40 GB in 12 bits at 4.8 TB/s in every pass."""
+  card = devices.CARDS["h200"]
+  floor = checks.Floor(
+    weight_bytes=40e9, flops=54e9, bandwidth=card.bandwidth, peak=card.bfloat16
+  )
+  assert floor.seconds(100, 50) == pytest.approx(50 * 40e9 / card.bandwidth)
+  # Passes that it denies do not make it faster.
+  assert floor.seconds(1280, 1) == pytest.approx(10 * 40e9 / card.bandwidth)
+  metrics = {"e2el_ms": 400.0, "num_spec_steps": 50}
+  record = {"request": "r", "output_ids": [1] * 100, "metrics": metrics}
+  assert "nominal peak" in str(floor.check([record]))
+  metrics["e2el_ms"] = 430.0
+  assert floor.check([record]) is None
+
+
+def test_a_small_model_has_no_floor_of_bytes():
+  """It may lie in the caches."""
+  floor = checks.Floor.of(standin.config(), devices.CARDS["h200"])
+  assert floor.weight_bytes == 0
+  assert checks.device_floor(standin.config(), "cpu") is None
+
+
+def test_requests_are_taken_two_by_two():
+  requests = standin.requests(5)
+  assert session.pairs(requests) == [
+    (requests[0], requests[1]),
+    (requests[2], requests[3]),
+  ]
+  assert dataclasses.is_dataclass(requests[0])

@@ -1,0 +1,259 @@
+"""Rounds in a scripted world: decisions, resumption, replay, budgets."""
+
+import collections
+import dataclasses
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.agents.protocol import Limits, Proposal, Session
+from experiments.agents.replay import Replay
+from experiments.rounds import phases
+from experiments.rounds.log import Budget, BudgetSpent, Log
+from specpilot_jax.errors import SpecPilotError
+from tests.experiments.rounds import scripted
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def verdicts(result) -> dict[str, str]:
+  return {t["option"] or t["task"]: t["verdict"] for t in result["trials"]}
+
+
+@pytest.fixture(name="whole")
+def _whole(tmp_path):
+  return scripted.run(tmp_path / "whole")
+
+
+def test_a_round(whole):
+  assert whole["champion"] == {"options": "d=1,b=1", "patch": ""}
+  assert verdicts(whole) == {
+    "overhead/h": "floor",
+    "a=1": "small",
+    "b=1": "accept",
+    "b=2": "slower",
+    "c=1": "conflict",
+    "d=1": "accept",
+    "e=1": "slower",
+    "f=1": "refused",
+    "tau/g": "refused",
+  }
+  assert whole["sealed"]["speedup_vs_stock"] == pytest.approx(1.42)
+  assert len(whole["accepted"]) == 2
+  # The largest factor first.
+  assert [d["factor"] for d in whole["directions"]] == (
+    ["tau"] * 7 + ["kernel", "overhead"]
+  )
+  reasons = {t["option"]: t["reason"] for t in whole["trials"]}
+  assert "not the target's" in reasons["f=1"]
+  assert "conflicts" in reasons["c=1"]
+
+
+def test_what_has_ended_is_not_done_again(tmp_path, whole):
+  before = (tmp_path / "whole" / "paid").read_text()
+  assert scripted.run(tmp_path / "whole") == whole
+  assert (tmp_path / "whole" / "paid").read_text() == before
+
+
+def test_recorded_results_give_the_same_champion(tmp_path, whole):
+  """A replay: the log's results, in a world that would measure otherwise."""
+  source = tmp_path / "whole" / "events.jsonl"
+  (tmp_path / "again").mkdir()
+  (tmp_path / "again" / "events.jsonl").write_bytes(source.read_bytes())
+  log = Log(tmp_path / "again" / "events.jsonl")
+  world = scripted.World(tmp_path / "again" / "paid")
+  world.gains = {name: -gain for name, gain in scripted.GAINS.items()}
+  result = phases.Round(
+    log, world, [scripted.Proposer()], Budget(log), scripted.plan(),
+    tmp_path / "again" / "agents",
+  ).run()  # fmt: skip
+  assert result == whole
+  assert not (tmp_path / "again" / "paid").exists()
+
+
+def test_a_second_round_starts_from_the_champion(tmp_path, whole):
+  (tmp_path / "next").mkdir()
+  log = Log(tmp_path / "next" / "events.jsonl")
+  result = phases.Round(
+    log, scripted.World(tmp_path / "next" / "paid"), [scripted.Proposer()],
+    Budget(log), scripted.plan(champion=whole["champion"]),
+    tmp_path / "next" / "agents",
+  ).run()  # fmt: skip
+  assert result["factors"]["tau"] < whole["factors"]["tau"]
+  assert result["champion"] == whole["champion"]
+  assert result["sealed"] is None and result["accepted"] == []
+  assert set(verdicts(result).values()) <= {
+    "slower", "refused", "floor", "small"
+  }  # fmt: skip
+
+
+def test_replayed_proposals(tmp_path):
+  path = tmp_path / "recorded.jsonl"
+  made = [Proposal(task=f"tau/{x}", options=f"{x}=1") for x in "abcdefg"]
+  made.append(Proposal(task="kernel/open", options="b=1"))
+  path.write_text("".join(json.dumps(p.as_dict()) + "\n" for p in made))
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, scripted.World(tmp_path / "paid"), [Replay.read(path)], Budget(log),
+    scripted.plan(workers=3), tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert result["champion"]["options"] == "d=1,b=1"
+  with pytest.raises(SpecPilotError, match="nothing was recorded"):
+    Replay({}).propose(
+      phases.Task(id="x", factor="tau", option=None, bound=1.0),
+      tmp_path,
+      Limits(),
+    )
+
+
+@pytest.mark.parametrize(
+  ("line", "reason"),
+  [
+    ("{", ":1: not a proposal"),
+    ("{}", ":1: not a proposal"),
+    ('{"task": "t", "surprise": 1}', "unknown field 'surprise'"),
+    ('{"task": "t", "patch": 1}', "'patch' must be text"),
+    ('{"task": "t", "prediction": "x"}', "'prediction' must be a number"),
+  ],
+)
+def test_a_damaged_recording(tmp_path, line, reason):
+  (tmp_path / "r.jsonl").write_text(line + "\n")
+  with pytest.raises(SpecPilotError, match=reason):
+    Replay.read(tmp_path / "r.jsonl")
+
+
+class Moody(scripted.World):
+  """Fails to measure so often."""
+
+  def __init__(self, paid, failures):
+    super().__init__(paid)
+    self.failures = failures
+
+  def screen(self, system, against, units):
+    if self.failures:
+      self.failures -= 1
+      return {"kind": "infra", "reason": "stock died"}
+    return super().screen(system, against, units)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 100])
+def test_failures_of_the_machine(tmp_path, failures):
+  log = Log(tmp_path / "events.jsonl")
+  work = phases.Round(
+    log, Moody(tmp_path / "paid", failures), [scripted.Proposer()],
+    Budget(log), scripted.plan(), tmp_path / "agents",
+  )  # fmt: skip
+  if failures == 100:
+    with pytest.raises(BudgetSpent, match="in a row"):
+      work.run()
+    return
+  found = verdicts(work.run())
+  # Measured again; or, told apart from a rejection.
+  assert found["a=1"] == ("small" if failures == 1 else "infra")
+
+
+def test_budgets(tmp_path):
+  log = Log(tmp_path / "events.jsonl")
+
+  def go(**limits):
+    return phases.Round(
+      log, scripted.World(tmp_path / "paid"), [scripted.Proposer()],
+      Budget(log, **limits), scripted.plan(), tmp_path / "agents",
+    ).run()  # fmt: skip
+
+  with pytest.raises(BudgetSpent, match="trials: 4"):
+    go(trials=4)
+  assert log.spent("trials") == 4
+  with pytest.raises(BudgetSpent, match="this slice"):
+    go(deadline=time.monotonic() - 1)
+  with pytest.raises(BudgetSpent, match="seconds of work"):
+    go(device_s=0.0)
+  assert go(trials=100)["champion"]["options"] == "d=1,b=1"
+
+
+def test_what_agents_may_not(tmp_path):
+  """More than their number, nothing at all, another one's task."""
+
+  class Eager:
+    name = "eager"
+
+    def propose(self, task, workspace, limits):
+      one = Proposal(task="other", options="a=1")
+      rest = [Proposal(task="x", options=f"z={i}") for i in range(20)]
+      return Session(proposals=(Proposal(task="x"), one, one, *rest))
+
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, scripted.World(tmp_path / "paid"), [Eager()], Budget(log),
+    scripted.plan(directions=(("tau", "a"),), limits=Limits(proposals=3)),
+    tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert [t["option"] for t in result["trials"]] == ["a=1", "z=0", "z=1"]
+  assert {t["task"] for t in result["trials"]} == {"tau/a"}
+
+
+def test_a_torn_line_is_cut_off_and_a_damaged_one_refused(tmp_path):
+  path = tmp_path / "events.jsonl"
+  log = Log(path)
+  log.do("a", lambda: 1)
+  log.close()
+  whole = path.read_bytes()
+  path.write_bytes(whole + b'{"event": "done", "key": "b", "resu')
+  again = Log(path)
+  assert "a" in again and "b" not in again
+  assert path.read_bytes() == whole
+  again.close()
+  path.write_bytes(b'{"event": "done"}\n' + whole)
+  with pytest.raises(SpecPilotError, match=":1: damaged"):
+    Log(path)
+
+
+def test_killed_at_any_moment_it_ends_the_same(tmp_path, whole):
+  """kill -9 at random moments, then to the end: same result, no proposal
+  lost, and no more work repeated than was under way at a kill."""
+  kills = 20
+  rng = random.Random(0)
+  command = [sys.executable, "-m", "tests.experiments.rounds.scripted"]
+  done = 0
+  folder = tmp_path / "killed"
+  folder.mkdir()
+  for _ in range(kills):
+    process = subprocess.Popen(
+      [*command, str(folder), "0.02"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    try:
+      process.wait(timeout=rng.uniform(0.05, 0.4))
+      done += 1
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+    finally:
+      assert process.stdout is not None
+      process.stdout.close()
+  last = subprocess.run(
+    [*command, str(folder), "0"], cwd=ROOT, capture_output=True, check=True
+  )
+  assert json.loads(last.stdout) == whole
+  assert done < kills
+  paid = collections.Counter((folder / "paid").read_text().splitlines())
+  once = collections.Counter(
+    (tmp_path / "whole" / "paid").read_text().splitlines()
+  )
+  assert set(paid) == set(once)
+  assert sum((paid - once).values()) <= kills
+  log = Log(folder / "events.jsonl")
+  keys = [x["key"] for x in log if x["event"] == "done"]
+  assert len(keys) == len(set(keys))
+  log.close()
+
+
+def test_coarse_feedback_has_no_digits_of_the_measurement():
+  told = {phases.coarse(g / 1000) for g in range(-200, 400)}
+  assert len(told) == 5
+  assert phases.coarse(None) == "not measured"
+  assert dataclasses.is_dataclass(phases.Plan)

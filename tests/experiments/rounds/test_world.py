@@ -1,0 +1,181 @@
+"""A round on the stand-in engine: real trees, processes, ledger and seal.
+
+Code comes as patches, through every gate: what cheats is refused, what clashes
+with the champion is a conflict, what is faster becomes the champion, and the
+next round starts from it.
+"""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from experiments import benchmark, results
+from experiments.agents.protocol import Proposal
+from experiments.agents.replay import Replay
+from experiments.controller import lab as lab_lib
+from experiments.controller import noise, session, tree
+from experiments.rounds import phases
+from experiments.rounds.log import Budget, Log
+from experiments.rounds.world import LabWorld, Sealed
+from pallas_kernels.dispatch import REFERENCE
+from specpilot_jax import loading
+from specpilot_jax.decoding.sampling import SamplingParams
+from tests.experiments import test_settings
+from tests.exploits import standin
+
+PASS = "    time.sleep(STEP_S)\n    tokens = []\n"
+FAST = standin.change(
+  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S / 9")
+)
+FASTER = standin.change(
+  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S / 20")
+)
+CHEAT = standin.change(
+  standin.ENGINE, PASS, "    return [7] * count\n    tokens = []\n"
+)
+SLOW = standin.change(
+  standin.ENGINE, PASS, PASS.replace("STEP_S", "STEP_S * 3")
+)
+PROTECTED = FAST.replace(
+  standin.ENGINE.encode(), b"experiments/controller/worker.py"
+)
+
+
+@pytest.fixture(name="settings")
+def _settings(monkeypatch, tmp_path):
+  """Settings of the stand-in, and a lab that takes it for the engine."""
+  monkeypatch.setenv("SPECPILOT_DATA", str(tmp_path / "data"))
+  source = types.SimpleNamespace(
+    config=standin.config(),
+    tokenizer=None,
+    checkpoint=types.SimpleNamespace(notes=()),
+  )
+  monkeypatch.setattr(loading, "open_target", lambda name: source)
+
+  def prompts(settings, model):
+    del model
+    count = 35 if settings.split == "dev" else 36
+    made = standin.requests(count)
+    return [
+      dataclasses.replace(r.prompt, id=f"{settings.split}/{r.id}")
+      for r in made[: settings.num_prompts]
+    ]
+
+  monkeypatch.setattr(benchmark, "load_requests", prompts)
+  monkeypatch.setattr(tree, "read_base", lambda root=tree.ROOT: standin.base())
+
+  def force(self, run):
+    del self
+    records: dict[str, list] = {}
+    for record in results.read_requests(run):
+      records.setdefault(record["system"], []).append(record)
+    return standin.judge(records)
+
+  monkeypatch.setattr(lab_lib.Lab, "_force", force)
+  monkeypatch.setattr(
+    LabWorld,
+    "factors",
+    lambda self, champion: {"tau": 1.5, "kernel": 1.4, "overhead": 1.0},
+  )
+  return dataclasses.replace(
+    test_settings.shipped("cpu_smoke.flags"),
+    target="zoo",
+    drafter="dflash",
+    systems=("ar", "stock"),
+    options=None,
+    num_prompts=None,
+    split="dev",
+    dtype="float32",
+    kernels=REFERENCE,
+    sampling=SamplingParams(max_tokens=12, ignore_eos=True),
+    flags={"kernels": "reference"},
+  )
+
+
+def play(settings, folder, proposals, champion=phases.STOCK):
+  folder.mkdir()
+  recorded = {"tau/open": proposals}
+  log = Log(folder / "round.jsonl")
+  plan = phases.Plan(
+    directions=(("tau", None), ("overhead", None)),
+    aa_sessions=5,
+    screen_units=(2,),
+    champion=champion,
+  )
+  sealed = Sealed(long_requests=1, long_tokens=40)
+  with LabWorld(settings, folder, sealed, aa_sessions=5) as world:
+    return phases.Round(
+      log, world, [Replay(recorded)], Budget(log), plan, folder / "agents"
+    ).run()
+
+
+def proposal(patch: bytes, **fields) -> Proposal:
+  return Proposal(task="tau/open", patch=patch.decode(), **fields)
+
+
+def test_patches_through_every_gate(settings, tmp_path, monkeypatch):
+  # The stand-in's long outputs are 40 tokens.
+  monkeypatch.setattr("experiments.rounds.world.LATE", 30)
+  # Whatever else this machine does: sessions are measured as they come.
+  monkeypatch.setattr(session, "SLOWED", 9.0)
+  monkeypatch.setattr(noise.Sessions, "s_aa", 0.05)
+  made = {
+    "fast": proposal(FAST),
+    "cheat": proposal(CHEAT),
+    "slow": proposal(SLOW),
+    "protected": proposal(PROTECTED),
+  }
+  result = play(settings, tmp_path / "one", list(made.values()))
+  told = {
+    name: next(t for t in result["trials"] if t["id"] == p.id)
+    for name, p in made.items()
+  }
+  assert told["fast"]["verdict"] == "accept", told["fast"]
+  assert told["cheat"]["verdict"] == "refused"
+  assert "exactness" in told["cheat"]["reason"]
+  assert told["slow"]["verdict"] in ("slower", "small")
+  assert "protected" in told["protected"]["reason"]
+  assert result["champion"] == {"options": "", "patch": made["fast"].patch}
+  assert result["accepted"] == [made["fast"].id]
+  sealed = result["sealed"]
+  assert sealed["verdict"] == "accept", sealed
+  assert sealed["speedup_vs_stock"] > 1.3
+  assert sealed["long"]["verdict"] == "pass"
+  assert sealed["timed"]["identical"] == sealed["timed"]["outputs"]
+
+  # The next round starts there: what clashes with it cannot be stacked.
+  again = play(
+    settings,
+    tmp_path / "two",
+    [proposal(FASTER)],
+    champion=result["champion"],
+  )
+  (trial,) = [t for t in again["trials"] if t["id"]]
+  assert trial["verdict"] == "conflict"
+  assert again["champion"] == result["champion"] and again["sealed"] is None
+  # A/A sessions of the first round counted.
+  events = (tmp_path / "two" / "round.jsonl").read_text()
+  assert '"reused": true' in events
+
+
+def test_used_texts_are_cut_anew():
+  rng = np.random.default_rng(0)
+  (request,) = standin.requests(6)[5:]
+  assert len(request.prompt_ids) == 33
+  assert lab_lib.fresh(request, set(), rng) == request
+  used = {request.id}
+  seen = set()
+  for _ in range(16):
+    cut = lab_lib.fresh(request, used, rng)
+    size = len(cut.prompt_ids)
+    assert cut.id == f"{request.id}@{size}" and 16 <= size < 33
+    assert list(cut.prompt_ids) == list(request.prompt_ids[:size])
+    assert cut.id not in seen
+    seen.add(cut.id)
+    used.add(cut.id)
+  chat = dataclasses.replace(
+    request, prompt=dataclasses.replace(request.prompt, chat=True)
+  )
+  assert lab_lib.fresh(chat, used, rng) == chat
