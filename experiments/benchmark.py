@@ -35,7 +35,7 @@ from experiments.cost_model import model as cost_model
 from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
 from specpilot_jax.checkpoints import widened
-from specpilot_jax.configs import ONE_LEVEL, TWO_LEVEL, SystemConfig
+from specpilot_jax.configs import TWO_LEVEL, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry, two_level
@@ -370,19 +370,9 @@ def _plan(
     drafting=drafting,
     plain=plain,
     weights=sorted({settings.system(n).weights for n in settings.systems}),
-    views=_views(settings, profile=profile),
+    views=plan.views(map(settings.system, settings.systems), profile=profile),
     packed_views=settings.kernels.w12_matmul != "reference",
   )
-
-
-def _views(settings: Settings, *, profile: bool) -> int:
-  """How many views are held beside weights in bf16."""
-  systems = [settings.system(name) for name in settings.systems]
-  looking = [s for s in systems if s.verification != ONE_LEVEL]
-  views = {s.view for s in looking if s.weights == "bf16"}
-  if profile and any(s.verification == TWO_LEVEL for s in looking):
-    views.add(SystemConfig().view)
-  return len(views)
 
 
 def load_requests(

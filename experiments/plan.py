@@ -1,13 +1,18 @@
 """What a deployment needs of a machine, told before anything is loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from experiments import devices
 from specpilot_jax import footprint
-from specpilot_jax.configs import ModelConfig
+from specpilot_jax.configs import (
+  ONE_LEVEL,
+  TWO_LEVEL,
+  ModelConfig,
+  SystemConfig,
+)
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters.config import DrafterConfig
 
@@ -63,6 +68,19 @@ def check_kind(card: str, machine: Mapping[str, Any]) -> None:
       f"{need}, this machine has a {found.name}; {' or '.join(fitting)} runs"
       " here"
     )
+
+
+def views(systems: Iterable[SystemConfig], *, profile: bool) -> int:
+  """How many views of a target they hold beside weights in bf16.
+
+  Args:
+    profile: whether their agreement is measured, by the default view.
+  """
+  looking = [s for s in systems if s.verification != ONE_LEVEL]
+  held = {s.view for s in looking if s.weights == "bf16"}
+  if profile and any(s.verification == TWO_LEVEL for s in looking):
+    held.add(SystemConfig().view)
+  return len(held)
 
 
 def memory(

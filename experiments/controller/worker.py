@@ -65,6 +65,7 @@ class Server:
       drafter=drafter,
       tokenizer=model.tokenizer,
       system=system,
+      schedule=registry.schedule(system, target, drafter),
       max_seq_len=settings["max_seq_len"],
       prefill_chunk=settings["prefill_chunk"],
     )
