@@ -39,7 +39,8 @@ class Kernels:
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
     w12_matmul: rows times weights in W12 (`w12_matmul.matmul`).
     add_norm: its residual sums and their norms (`add_norm.add_norm`).
-    tree_growth: trees over a drafter's lattice (`tree_growth.grow`).
+    tree_growth: trees over a drafter's lattice (`tree_growth.grow`), and the
+      order of its candidates (`tree_table.table`).
   """
 
   gdn_decode: Implementation = "reference"

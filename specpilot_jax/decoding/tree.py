@@ -33,7 +33,7 @@ How, and why it is exact
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from pallas_kernels import tree_growth
+from pallas_kernels import tree_growth, tree_table
 from pallas_kernels.dispatch import Implementation
 from specpilot_jax.models.state import Nodes, pytree
 
@@ -142,7 +142,7 @@ def marginal(
     The candidates' ids, best first, and their scores.
   """
   slots, candidates = tokens.shape
-  table = tree_growth.table(
+  table = tree_table.table(
     tokens,
     scores,
     order,
@@ -154,9 +154,9 @@ def marginal(
   rows = []
   for _ in range(slots):
     rows.append(address + jnp.arange(candidates))
-    address = tree_growth.at(table.children, address)
+    address = tree_table.at(table.children, address)
   rows = jnp.stack(rows)
-  return tree_growth.at(table.tokens, rows), tree_growth.at(table.scores, rows)
+  return tree_table.at(table.tokens, rows), tree_table.at(table.scores, rows)
 
 
 def nodes_of(tree: Tree) -> Nodes:
