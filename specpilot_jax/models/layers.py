@@ -86,9 +86,7 @@ def matmul(
       )
     weight = w12_decode.decode(weight, implementation=w12).astype(x.dtype)
   if n == 1 and _sums_rows(x, weight):
-    acc = accumulation_dtype(x.dtype)
-    products = weight.astype(acc) * x.astype(acc)
-    return products.sum(axis=1).astype(out_dtype)[None]
+    return sum_of_products(out_dtype)(x, weight)
   # A bfloat16 result is still accumulated in float32, and rounded once.
   product = functools.partial(
     jnp.einsum,
@@ -114,6 +112,30 @@ def _sums_rows(x, weight) -> bool:
   """
   high = weight.shape[0] > weight.shape[1]
   return high and x.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+
+
+def sum_of_products(out_dtype):
+  """x W^T of one row, as sums over products; of a batch of rows, a dot.
+
+  Under `vmap` the products would be those of the whole batch.
+  """
+
+  @jax.custom_batching.custom_vmap
+  def one(x: Float[Array, "1 I"], weight: Float[Array, "O I"]) -> Array:
+    acc = accumulation_dtype(x.dtype)
+    products = weight.astype(acc) * x.astype(acc)
+    return products.sum(axis=1).astype(out_dtype)[None]
+
+  @one.def_vmap
+  def _(size, batched, x, weight):
+    del size
+    dot = functools.partial(
+      jnp.einsum, "ni,oi->no", preferred_element_type=out_dtype
+    )
+    axes = tuple(0 if each else None for each in batched)
+    return jax.vmap(dot, in_axes=axes)(x, weight), True
+
+  return one
 
 
 def rows(weight: Weight, index: Int[Array, " N"]) -> Float[Array, "N I"]:

@@ -1,5 +1,6 @@
 """The product with weights, at every number of rows that passes have."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
@@ -34,6 +35,22 @@ class MatmulTest(parameterized.TestCase):
     np.testing.assert_array_equal(
       layers.matmul(others, weight)[0], layers.matmul(x, weight)[0]
     )
+
+  def test_a_batch_of_single_rows_is_a_dot(self):
+    """Not the products of the whole batch, 2,048 x 3,584 x 320 of them."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(5, 1, 24)), jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(5, 10, 24)), jnp.bfloat16)
+    one = layers.sum_of_products(jnp.float32)
+    for weight, axis in ((weights[0], None), (weights, 0)):
+      run = jax.vmap(one, in_axes=(0, axis))
+      text = jax.jit(run).lower(x, weight).as_text()
+      self.assertIn("dot_general", text)
+      self.assertNotIn("stablehlo.multiply", text)
+      each = [weight if axis is None else weight[i] for i in range(5)]
+      expected = [one(row, own) for row, own in zip(x, each, strict=True)]
+      np.testing.assert_allclose(run(x, weight), expected, atol=1e-5)
+    self.assertNotIn("dot_general", jax.jit(one).lower(x[0], each[0]).as_text())
 
 
 class RopeTest(parameterized.TestCase):
