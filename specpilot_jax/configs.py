@@ -202,6 +202,17 @@ class SystemConfig:
         )
       if value < 1:
         raise SpecPilotError(f"{name} must be at least 1, got {value}{hint}")
+    if self.level_one_passes > 1 and self.verification == AUTO:
+      raise SpecPilotError(
+        f"level_one_passes={self.level_one_passes} conflicts with"
+        f" verification={AUTO}, which weighs one pass"
+      )
+    for name in ("level_one_passes", "view"):
+      value = getattr(self, name)
+      if self.verification == ONE_LEVEL and value != getattr(type(self), name):
+        raise SpecPilotError(
+          f"{name}={value} conflicts with verification={ONE_LEVEL}"
+        )
     if (self.node_budget or 0) > MAX_NODES:
       raise SpecPilotError(
         f"node_budget must be at most {MAX_NODES}, got {self.node_budget}"

@@ -114,6 +114,7 @@ def check_passes(
   weights: str,
   *,
   path: int = 1,
+  dtype: str = "bfloat16",
 ) -> None:
   """Refuses passes that would take the wrong implementation.
 
@@ -122,9 +123,11 @@ def check_passes(
     prefill_chunk: tokens of a pass over prompt or scored text.
     weights: of the target, one of `configs.WEIGHTS`.
     path: nodes of a root path at most.
+    dtype: of activations.
 
   Raises:
-    SpecPilotError: more nodes, or a longer path, than a kernel takes; chunks
+    SpecPilotError: more nodes, or a longer path, than a kernel takes, or
+      another dtype; chunks
       of so few tokens that they would be computed by the kernels that scoring
       is to judge.
   """
@@ -141,6 +144,10 @@ def check_passes(
       f" one of {path}"
     )
   packed = kernels.w12_matmul != "reference" and weights == "w12"
+  if packed and dtype != "bfloat16":
+    raise SpecPilotError(
+      f"kernel w12_matmul takes bfloat16, not {dtype}; take its reference"
+    )
   if packed and nodes > w12_matmul.MAX_ROWS:
     raise SpecPilotError(
       f"kernel w12_matmul takes at most {w12_matmul.MAX_ROWS} rows, a pass has"

@@ -140,6 +140,7 @@ class Engine:
       prefill_chunk,
       target.weights,
       path=widest.path,
+      dtype=str(target.dtype),
     )
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1

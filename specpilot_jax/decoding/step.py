@@ -152,7 +152,8 @@ class StepFns:
   Attributes:
     config: of the target.
     graphdef: of the target; every call's `params` are the target's state and
-      the drafter's parameters: a pair of them, or `Params`.
+      the drafter's parameters, and a schedule's where it has some: a tuple of
+      them, or `Params`.
     drafter: None for autoregressive decoding.
     policy: which candidates a pass verifies.
     kernels: of the target, and of what is done with a drafter's lattice.

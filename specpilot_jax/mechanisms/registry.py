@@ -216,7 +216,8 @@ _ALL = (
     factor="tau",
     exactness="token",
     deployments=("drafter",),
-    conflicts=("verification=one_level",),
+    # What `auto` weighs is one pass.
+    conflicts=("verification=one_level", "verification=auto"),
   ),
   Option(
     name="view",

@@ -18,11 +18,12 @@ exact pass agreed with level 1: on the device, so that no step waits for the
 host and none decides on what the host saw a step ago.
 """
 
+import contextlib
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +60,10 @@ DOUBT = 32.0
 few of them one early miss ended two levels for some hundred steps."""
 
 TIMED_STEPS = 12
+"""Of either kind, with drafts, whose median `auto` counts with."""
+
+MOST_TIMED_STEPS = 400
+"""After which it gives up looking for such."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +140,12 @@ def expected_tokens(
     drafts: of the step, those that are expected to be accepted.
     usual: of a step of this request.
   """
-  a = jnp.minimum(agreement, 1 - 1e-6)
   length = drafts + 1
-  survives = a**length
-  trunk = a * (1 - survives) / (1 - a)
-  return length, 1 + trunk + survives * usual
+  # 1 - a^length for an `a` near 1, of which a difference would leave rounding.
+  doubt = jnp.maximum(1 - agreement, 1e-6)
+  broken = -jnp.expm1(length * jnp.log1p(-doubt))
+  trunk = (1 - doubt) * broken / doubt
+  return length, 1 + trunk + (1 - broken) * usual
 
 
 def pays(
@@ -527,25 +533,35 @@ def step_times(engine: Engine, sampling: SamplingParams) -> StepTimes:
     stop_token_ids=(),
   )
   found = []
-  for forced in (Plan.of(0, 1), Plan.of(1, 0)):
-    engine.set_plan(forced)
-    spent = []
-    steps = engine.steps(prompt, sampling)
+  try:
+    for forced in (Plan.of(0, 1), Plan.of(1, 0)):
+      engine.set_plan(forced)
+      found.append(_step_us(engine, prompt, sampling))
+  finally:
+    # Whatever happens: no later request is to follow a plan that was forced.
+    engine.set_plan(None)
+  return StepTimes(one_us=found[0], two_us=found[1])
+
+
+def _step_us(
+  engine: Engine, prompt: Sequence[int], sampling: SamplingParams
+) -> float:
+  spent, seen = [], 0
+  with contextlib.closing(engine.steps(prompt, sampling)) as steps:
     before = time.perf_counter()
-    for i, (carry, result) in enumerate(steps):
+    for carry, result in steps:
       jax.block_until_ready(carry)
       now = time.perf_counter()
       # The first one compiles and waits for the prompt.
-      if i and result.drafted:
+      if seen and result.drafted:
         spent.append(now - before)
       before = now
-      if len(spent) == TIMED_STEPS:
+      seen += 1
+      if len(spent) == TIMED_STEPS or seen == MOST_TIMED_STEPS:
         break
-    steps.close()
-    if not spent:
-      raise SpecPilotError(
-        f"verification=auto cannot time steps of {engine.config.name}: none"
-        f" of a context of {engine.max_seq_len} had drafts to verify"
-      )
-    found.append(1e6 * statistics.median(spent))
-  return StepTimes(one_us=found[0], two_us=found[1])
+  if not spent:
+    raise SpecPilotError(
+      f"verification=auto cannot time steps of {engine.config.name}: none of"
+      f" {seen} had drafts to verify; take one_level or two_level"
+    )
+  return 1e6 * statistics.median(spent)

@@ -117,7 +117,8 @@ def _sums_rows(x, weight) -> bool:
 def sum_of_products(out_dtype):
   """x W^T of one row, as sums over products; of a batch of rows, a dot.
 
-  Under `vmap` the products would be those of the whole batch.
+  Under `vmap` the products would be those of the whole batch. Not to be
+  differentiated: `custom_vmap` has no reverse mode.
   """
 
   @jax.custom_batching.custom_vmap

@@ -185,6 +185,9 @@ class EngineTest(parameterized.TestCase):
     kernels_lib.check_passes(chosen, 96, 128, "bf16")
     with pytest.raises(SpecPilotError, match="at most 64 rows, .* 96 nodes"):
       kernels_lib.check_passes(chosen, 96, 128, "w12")
+    kernels_lib.check_passes(chosen, 64, 128, "bf16", dtype="float32")
+    with pytest.raises(SpecPilotError, match="takes bfloat16, not float32"):
+      kernels_lib.check_passes(chosen, 64, 128, "w12", dtype="float32")
 
   def test_fewer_nodes_where_shared_memory_is_small(self):
     chosen = Kernels(gdn_verify="triton")

@@ -78,6 +78,7 @@ class RegistryTest(parameterized.TestCase):
     ("tree_depth=5", "tree_depth=5 conflicts with tree=chain"),
     ("level_one_passes=0", "='0': expected a whole number from 1"),
     ("view=scaled", "view=scaled conflicts with verification=one_level"),
+    ("verification=auto,level_one_passes=2", "=2 conflicts with .*=auto"),
     ("verification=three", "expected one_level.two_level.auto"),
   )
   def test_refuses(self, text, message):

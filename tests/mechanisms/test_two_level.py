@@ -287,6 +287,17 @@ class EngineTest(kit.Float64TestCase):
       self.assertEqual(any(trunks), levels)
       self.assertLen(trunks, told.metrics.num_steps)
 
+  def test_a_plan_that_was_forced_is_gone(self):
+    """Also where steps cannot be timed: none of them has drafts."""
+    config = kit.hybrid(vocab_size=5, layer_types=(ATTENTION,))
+    engine = self.engine(config, verification="auto")
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    engine.set_limits(nodes=1)
+    for _ in range(2):
+      with self.assertRaisesRegex(SpecPilotError, "none of .* had drafts"):
+        engine.generate([1, 2, 3], sampling)
+      self.assertIsNone(engine._plan)
+
   def test_refused(self):
     target = two_level_kit.target(CONFIG)
     system = SystemConfig(verification="two_level")
