@@ -59,7 +59,8 @@ class Session:
     self._coarse, coarse_params = None, ()
     if coarse is not None:
       self._coarse, coarse_params = nnx.split(coarse)
-    self.params: Any = step_lib.Params.of(params, own, coarse_params)
+    # Not `step.Params`: kernels are told apart by the names of arguments.
+    self.params: Any = (params, own, coarse_params)
     system = SystemConfig() if system is None else system
     self.policy = policy = Policy.of(system, drafter)
     self.max_seq_len = max_seq_len

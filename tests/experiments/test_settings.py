@@ -1,6 +1,7 @@
 """Flag files: where they are looked for and what they may hold."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,9 @@ def test_shipped_files_describe_a_proved_run(name):
 def test_commands_of_the_readme_have_prompts_that_the_model_reads():
   """The zoo has no chat template, in which some sets are worded."""
   text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+  text = text.replace("\\\n", " ")  # Lines that go on.
   commands = re.findall(r"^ *python -m experiments\.main (.*)$", text, re.M)
-  jobs = [c.split() for c in commands if "job=report" not in c]
+  jobs = [shlex.split(c) for c in commands if "job=report" not in c]
   assert len(jobs) > 3
   for args in jobs:
     run = read(*args)
