@@ -12,9 +12,8 @@ from pallas_kernels.dispatch import Kernels
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax import footprint, loading
 from specpilot_jax.checkpoints import w12 as codec
-from specpilot_jax.configs import SystemConfig
+from specpilot_jax.configs import ATTENTION, GDN, SystemConfig
 from specpilot_jax.decoding.engine import Engine
-from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry, w12
@@ -46,24 +45,22 @@ class EngineTest(kit.Float64TestCase):
     return model, loading.make_drafter("dflash", model.target)
 
   def test_same_tokens_and_states(self):
-    """Stock in W12, sampled and greedy: every bit of the carry."""
+    """Stock in W12, sampled: every bit of the carry."""
     model, drafter = self.pair
     assert model.tokenizer is not None
     prompt = model.tokenizer.encode(PROMPT)
     packed = registry.prepare(PACKED, model.target, drafter)
     self.assertEqual(packed[0].weights, "w12")
-    sampling = [
-      SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True)
-      for t in (0.0, 1.0)
-    ]
+    sampling = SamplingParams(
+      temperature=1.0, seed=3, max_tokens=24, ignore_eos=True
+    )
 
     def run(target, drafter, system):
       engine = Engine(
         target, drafter=drafter, system=system, max_seq_len=96, prefill_chunk=16
       )
-      outputs = [engine.generate(prompt, s) for s in sampling]
-      told = [(o.token_ids, o.metrics.emitted_per_step) for o in outputs]
-      return told, engine._carry
+      out = engine.generate(prompt, sampling)
+      return (out.token_ids, out.metrics.emitted_per_step), engine._carry
 
     plain, carry = run(model.target, drafter, SystemConfig())
     found, packed_carry = run(*packed, PACKED)
@@ -163,20 +160,19 @@ class ModelTest(parameterized.TestCase):
       np.testing.assert_allclose(a, b, rtol=1e-5)
 
   def test_kernels_interpreted(self):
-    """The kernel in every product; without a draft a pass has one row."""
-    config = kit.hybrid(vocab_size=64, hidden_size=64, intermediate_size=64)
+    """The kernels in every product, of one row and of a run of prompt."""
+    config = kit.hybrid(
+      vocab_size=64,
+      hidden_size=64,
+      intermediate_size=64,
+      layer_types=(GDN, ATTENTION),
+    )
     params = bfloat16_values(config)
 
     def tokens(kernels):
       target = target_lib.build(config, params, "bfloat16", kernels)
-      target, drafter = registry.prepare(PACKED, target, PromptLookup(3))
-      engine = Engine(
-        target,
-        drafter=drafter,
-        system=PACKED,
-        max_seq_len=256,
-        prefill_chunk=128,
-      )
+      target, _ = registry.prepare(PACKED, target, None)
+      engine = Engine(target, system=PACKED, max_seq_len=256, prefill_chunk=128)
       sampling = SamplingParams(max_tokens=8, ignore_eos=True)
       return engine.generate([1, 2, 3, 1, 2, 3, 1, 2], sampling).token_ids
 
@@ -187,7 +183,7 @@ class ModelTest(parameterized.TestCase):
     target = target_lib.build(
       config,
       bfloat16_values(config),
-      "float32",
+      "bfloat16",
       Kernels(w12_matmul="interpret"),
     )
     Engine(target, max_seq_len=256, prefill_chunk=64)
