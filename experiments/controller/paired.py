@@ -91,11 +91,18 @@ class Bench:
     """
     key = (subject.tree.manifest.root_hash, repr(subject.settings))
     if key not in self.prepared:
-      with EngineProcess(self.launch(name, subject)):
+      with EngineProcess(self.launch(name, subject, keeps=True)):
         self.prepared.add(key)
+
+  def timed(self, name: str, subject: Subject, **changes: Any) -> Launch:
+    """How a subject is started to be timed: with a copy of its executables, so
+    that nothing it writes is there at its next launch. See `launch`."""
+    return self.launch(name, subject, keeps=False, **changes)
 
   def launch(self, name: str, subject: Subject, **changes: Any) -> Launch:
     """How a subject is started.
+
+    What a patch compiles is kept by `prepare` alone, which shows it no prompt.
 
     Raises:
       SpecPilotError: a patch, where nothing keeps it from the controller's own
@@ -119,6 +126,7 @@ class Bench:
       readable=self.readable,
       assets=self.assets,
       compiled=compiled,
+      keeps=subject.trusted,
       autotuned=self.autotuned,
       device=self.device,
       platform=self.platform,
@@ -213,7 +221,7 @@ def measure(
     with contextlib.ExitStack() as held, contextlib.ExitStack() as guest:
 
       def start(name: str, stack: contextlib.ExitStack) -> EngineProcess:
-        engines[name] = EngineProcess(bench.launch(name, subjects[name]))
+        engines[name] = EngineProcess(bench.timed(name, subjects[name]))
         stack.enter_context(engines[name])
         measured.ready[name] = engines[name].ready
         return engines[name]

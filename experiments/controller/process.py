@@ -11,9 +11,11 @@ import os
 import secrets
 import selectors
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.controller import frames, procfs
@@ -63,6 +65,21 @@ class Answer:
   end: dict[str, Any]
 
 
+def _copy(source: Path, target: Path) -> None:
+  """Copies the files of a folder that an engine wrote.
+
+  Anything but a file is left out: a link would be followed with the
+  controller's rights, and reading a pipe never ends.
+  """
+  for folder, _, names in os.walk(source):
+    where = target / Path(folder).relative_to(source)
+    where.mkdir()
+    for name in names:
+      path = Path(folder) / name
+      if stat.S_ISREG(path.lstat().st_mode):
+        shutil.copyfile(path, where / name, follow_symlinks=False)
+
+
 class EngineProcess:
   """One engine process; use as a context, so that nothing survives.
 
@@ -104,7 +121,13 @@ class EngineProcess:
       folder.mkdir(parents=True)
     if launch.compiled is not None:
       launch.compiled.mkdir(parents=True, exist_ok=True)
-      (launch.data / "compiled").symlink_to(launch.compiled)
+      if launch.keeps:
+        (launch.data / "compiled").symlink_to(launch.compiled)
+      else:
+        try:
+          _copy(launch.compiled, launch.data / "compiled")
+        except OSError as e:
+          raise self.fault("files", f"its executables: {e.strerror}") from None
     for name, file in launch.assets.items():
       link = launch.data / name
       link.parent.mkdir(parents=True, exist_ok=True)

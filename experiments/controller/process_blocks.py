@@ -2,8 +2,9 @@
 
 A block is four fresh processes one after the other, S C C S or C S S C, each
 of which decodes all requests of the block. The unit is the block: requests of
-one launch share what the launch adds. Each process sees each request once; the
-second launch of a system knows nothing of the first.
+one launch share what the launch adds. Each process sees each request once, and
+has its own copy of the executables: nothing that the first launch of a system
+wrote is there at the second.
 """
 
 import dataclasses
@@ -74,7 +75,7 @@ def measure(
       launches: dict[str, list[list[Answer]]] = {STOCK: [], CANDIDATE: []}
       for place, name in enumerate((outer, inner, inner, outer)):
         second = len(launches[name]) == 1
-        launch = bench.launch(
+        launch = bench.timed(
           name, subjects[name], memory_fraction=MEMORY_FRACTION
         )
         with EngineProcess(launch) as engine:
