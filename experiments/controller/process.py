@@ -25,6 +25,8 @@ from specpilot_jax.decoding.sampling import SamplingParams
 MAX_OUTPUT_BYTES = 1 << 20
 """Of what a process prints; an engine prints a few lines."""
 KEPT_BYTES = 1 << 16
+MAX_REASON = 600
+"""Characters of a fault's reason."""
 END_S = 10.0
 """Time that a process has to end when its commands have."""
 IDLE_SHARE, IDLE_S = 0.05, 0.05
@@ -38,10 +40,13 @@ class EngineFault(Exception):
   Attributes:
     engine: its name.
     kind: short name of the rule.
-    reason: one line.
+    reason: one line of printable characters: an engine may have written it, and
+      it goes into records and onto screens.
   """
 
   def __init__(self, engine: str, kind: str, reason: str):
+    reason = "".join(c if c.isprintable() else " " for c in reason)
+    reason = " ".join(reason.split())[:MAX_REASON]
     super().__init__(f"{engine}: {kind}: {reason}")
     self.engine, self.kind, self.reason = engine, kind, reason
 
@@ -52,9 +57,9 @@ class Answer:
 
   Attributes:
     token_ids: in the order of arrival.
-    times_s: since the request was sent, of each frame of tokens.
+    times_s: since the request began to be sent, of each frame of tokens.
     counts: tokens of each frame.
-    seconds: since the request was sent, of its last frame.
+    seconds: since the request began to be sent, of its last frame.
     end: the frame that ended it: finish reason and diagnostics.
   """
 
@@ -175,12 +180,14 @@ class EngineProcess:
     request = secrets.token_hex(16)
     message = {
       "kind": "generate",
-      "id": request,
       "prompt_ids": list(prompt_ids),
       "sampling": dataclasses.asdict(sampling),
+      "id": request,  # Last: no frame can name it before all has been read.
     }
-    self._send(message)
+    # Before the prompt is written: a reader that takes its time over a pipe
+    # that it made small would decode meanwhile.
     started = time.perf_counter()
+    self._send(message)
     tokens: list[int] = []
     times: list[float] = []
     counts: list[int] = []
@@ -217,6 +224,9 @@ class EngineProcess:
   def check_quiet(self) -> None:
     """Refuses frames that nobody asked for."""
     self._drain(0.0)
+    self._refuse_early()
+
+  def _refuse_early(self) -> None:
     if self._queue or self._decoder.pending:
       raise self.fault("frames", "a frame before the request was sent")
 
@@ -265,6 +275,7 @@ class EngineProcess:
       except BlockingIOError:
         # A process that does not read its commands must not stop us.
         self._drain(0.01)
+        self._refuse_early()
         if time.monotonic() > deadline:
           raise self.fault("timeout", "does not read its commands") from None
       except BrokenPipeError:

@@ -1,0 +1,108 @@
+"""The clock and the faults of an engine process, on the stand-in."""
+
+import json
+import os
+
+import pytest
+
+from experiments.controller import paired, process, sandbox
+from experiments.controller.process import EngineFault, EngineProcess
+from specpilot_jax.decoding.sampling import SamplingParams
+from tests.exploits import standin
+
+SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
+LONG = [1] * 3000
+"""A prompt that does not fit into a small pipe."""
+
+READ = """
+import fcntl, os, sys
+COMMANDS, REPLIES = int(sys.argv[1]), int(sys.argv[2])
+SMALL = fcntl.fcntl(COMMANDS, 1031, 4096)  # F_SETPIPE_SZ
+
+def slow(fd, size, read=os.read):
+  if fd == COMMANDS:
+    BEFORE
+    return read(fd, 4096)
+  return read(fd, size)
+
+os.read = slow
+"""
+
+
+@pytest.fixture(scope="module", name="bench")
+def _bench(tmp_path_factory):
+  place = tmp_path_factory.mktemp("bench")
+  return paired.Bench(
+    place=place, layers=sandbox.available(), start_s=20.0, step_s=5.0
+  )
+
+
+def start(bench, patch=None):
+  count = len(list(bench.place.iterdir()))
+  subject = paired.Subject(
+    tree=standin.build(bench.place / f"tree-{count}", patch),
+    settings=standin.SETTINGS,
+    trusted=patch is None,
+    record=standin.RECORD,
+  )
+  return EngineProcess(bench.timed("candidate", subject))
+
+
+def reading(before: str, after_request: str = "pass") -> bytes:
+  """A patched engine that reads its commands in its own way."""
+  text = standin._ENGINE
+  imports, wait = "import time\nimport zlib\n", "def wait(self):\n    pass"
+  changed = text.replace(imports, imports + READ.replace("BEFORE", before))
+  changed = changed.replace(wait, wait.replace("pass", after_request))
+  return standin.diff(standin.ENGINE, text, changed)
+
+
+def test_the_clock_runs_while_the_prompt_is_read(bench):
+  """An engine that reads a prompt slowly, to decode meanwhile, gains nothing:
+  two waits at least are after the controller began to write."""
+  with start(bench, reading("__import__('time').sleep(0.1)")) as engine:
+    answer = engine.generate(LONG, SAMPLING, standin.VOCAB)
+  assert answer.seconds > 0.2
+
+
+def test_the_id_is_the_last_that_is_read(bench, monkeypatch):
+  sent = []
+  with start(bench) as engine:
+    write = os.write
+
+    def record(fd, data):
+      if fd == engine._commands:
+        sent.append(bytes(data))
+      return write(fd, data)
+
+    monkeypatch.setattr(os, "write", record)
+    engine.generate([1, 2], SAMPLING, standin.VOCAB)
+  assert list(json.loads(sent[0][4:]))[-1] == "id"
+
+
+def test_a_frame_while_the_request_is_being_sent(bench):
+  """A reader that answers after the first piece of a prompt."""
+  frame = r"b'\0\0\0\2{}'"
+  patch = reading(
+    f"globals().get('BUSY') and (os.write(REPLIES, {frame}), time.sleep(0.2))",
+    after_request="globals()['BUSY'] = True",
+  )
+  with pytest.raises(EngineFault, match="before the request was sent"):
+    with start(bench, patch) as engine:
+      engine.generate(LONG, SAMPLING, standin.VOCAB)
+
+
+def test_reasons_are_lines_that_can_be_written(bench):
+  fault = EngineFault("candidate", "error", "a\x1b[2J\udcff\nb" + "x" * 9999)
+  assert fault.reason.startswith("a [2J b")
+  assert len(fault.reason) == process.MAX_REASON
+  str(fault).encode("utf-8")
+  patch = standin.change(
+    standin.ENGINE,
+    "    tokens, emitted, accepted = [], [], []\n",
+    "    raise ValueError('no \\ud800 \\x1b[31m')\n"
+    "    tokens, emitted, accepted = [], [], []\n",
+  )
+  with pytest.raises(EngineFault) as caught, start(bench, patch) as engine:
+    engine.generate([1], SAMPLING, standin.VOCAB)
+  assert caught.value.reason == "ValueError: no [31m"
