@@ -20,7 +20,7 @@ _SYSTEM_FILES = (
   "/etc/group", "/etc/alternatives",
 )  # fmt: skip
 _DEVICES = (
-  "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/shm",
+  "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random",
   "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools",
 )  # fmt: skip
 

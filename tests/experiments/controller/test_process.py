@@ -106,3 +106,11 @@ def test_reasons_are_lines_that_can_be_written(bench):
   with pytest.raises(EngineFault) as caught, start(bench, patch) as engine:
     engine.generate([1], SAMPLING, standin.VOCAB)
   assert caught.value.reason == "ValueError: no [31m"
+
+
+def test_the_memory_that_all_processes_share_is_not_listed(bench):
+  """Bubblewrap binds what a policy lists; its own /dev has an empty one."""
+  policy = start(bench).launch.policy()
+  listed = (*policy.read, *policy.write, *policy.devices)
+  assert "/dev/null" in listed
+  assert not any("/dev/shm".startswith(path) for path in listed)
