@@ -214,6 +214,7 @@ def measure(
   session = Session(
     vocab=vocab, sink=sink, rng=rng, deadline=deadline, watch=watch
   )
+  alone = session.draw_solo(requests)
   engines: dict[str, EngineProcess] = {}
   try:
     for name, subject in subjects.items():
@@ -227,10 +228,10 @@ def measure(
         return engines[name]
 
       # Which starts first is drawn: the first idles while the other starts.
-      before: list[float] = []
+      before: dict[str, float] = {}
       if rng.random() < 0.5:
         session.warm_up(start(STOCK, held), warm_ups)
-        before = session.solo(engines[STOCK], requests)
+        before = session.solo(engines[STOCK], alone)
         start(CANDIDATE, guest)
       else:
         start(CANDIDATE, guest)
@@ -238,15 +239,18 @@ def measure(
       session.warm_up_both(engines[STOCK], engines[CANDIDATE], warm_ups)
       times = session.run(engines[STOCK], engines[CANDIDATE], requests)
       guest.close()
-      after = session.solo(engines[STOCK], requests)
-    by_id = {r["request"]: r["metrics"] for r in measured.records[STOCK]}
-    beside = [
-      by_id[r.id]["e2el_ms"] / 1e3
-      for r in requests[: len(after)]
-      if r.id in by_id
-    ]
+      after = session.solo(engines[STOCK], alone)
+    beside = {
+      r["request"]: r["metrics"]["e2el_ms"] / 1e3
+      for r in measured.records[STOCK]
+    }
+    # Time may have run out before some of them.
+    ids = [r.id for r in alone if r.id in beside]
     measured.slowed, measured.disturbed = slow_down(
-      before or after, beside, after, noise
+      [(before or after)[i] for i in ids],
+      [beside[i] for i in ids],
+      [after[i] for i in ids],
+      noise,
     )
     measured.times = times
   except EngineFault as e:

@@ -225,6 +225,19 @@ class EngineProcess:
     """Refuses frames that nobody asked for."""
     self._drain(0.0)
     self._refuse_early()
+    self._refuse_others()
+
+  def _refuse_others(self) -> None:
+    """An engine that waits has no other processes: their time may be hidden.
+
+    That of a child which nobody waits for is in no account once it has ended.
+    """
+    if self._process is None:
+      return
+    others = len(procfs.descendants(self._process.pid))
+    others -= self.launch.own_processes
+    if others > 0:
+      raise self.fault("processes", f"started {others} of its own, killed now")
 
   def _refuse_early(self) -> None:
     if self._queue or self._decoder.pending:
@@ -241,8 +254,10 @@ class EngineProcess:
       before_s: `processor_s` before.
       wall_s: how long the other was timed.
     """
+    self._refuse_others()
     self._others_s += wall_s
-    self._used_s += self.processor_s() - before_s
+    # Children that ended take their time with them: that is no credit.
+    self._used_s += max(0.0, self.processor_s() - before_s)
     if self._used_s > IDLE_SHARE * self._others_s + IDLE_S:
       raise self.fault(
         "interference",

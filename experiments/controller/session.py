@@ -18,7 +18,8 @@ from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.process import Answer, EngineProcess
 
 SOLO_REQUESTS = 8
-"""Requests that stock also decodes alone, before and after."""
+"""Requests that stock also decodes alone, before and after: one of each eighth
+of a session, so that no part of it is left to a candidate."""
 SLOWED = 0.02
 """Share by which stock may be slower beside the candidate, at least."""
 
@@ -124,14 +125,21 @@ class Session:
     for engine in engines:
       self.warm_up(engine, requests)
 
+  def draw_solo(self, requests: Sequence[Request]) -> list[Request]:
+    """The requests of `solo`: of those that are timed, spread over them."""
+    timed = [request for pair in pairs(requests) for request in pair]
+    count = min(SOLO_REQUESTS, len(timed))
+    parts = np.array_split(np.arange(len(timed)), count) if count else []
+    return [timed[int(self._rng.choice(part))] for part in parts]
+
   def solo(
     self, stock: EngineProcess, requests: Sequence[Request]
-  ) -> list[float]:
-    """Stock's seconds without a candidate, per request."""
-    return [
-      stock.generate(r.prompt_ids, r.sampling, self._vocab).seconds
-      for r in requests[:SOLO_REQUESTS]
-    ]
+  ) -> dict[str, float]:
+    """Stock's seconds without a candidate, by request."""
+    return {
+      r.id: stock.generate(r.prompt_ids, r.sampling, self._vocab).seconds
+      for r in requests
+    }
 
   def run(
     self,

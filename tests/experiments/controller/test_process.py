@@ -114,3 +114,35 @@ def test_the_memory_that_all_processes_share_is_not_listed(bench):
   listed = (*policy.read, *policy.write, *policy.devices)
   assert "/dev/null" in listed
   assert not any("/dev/shm".startswith(path) for path in listed)
+
+
+def test_time_that_vanishes_is_no_credit(bench, monkeypatch):
+  """Processor time of children that ended before, and of an engine that works
+  now: the sum may fall."""
+  with start(bench) as engine:
+    monkeypatch.setattr(engine, "processor_s", lambda: 90.0)
+    engine.check_idle(before_s=100.0, wall_s=1.0)
+    with pytest.raises(EngineFault, match=r"used 10\.00 s"):
+      engine.check_idle(before_s=80.0, wall_s=1.0)
+
+
+def test_another_process_is_seen_while_the_engine_waits(bench):
+  """Nobody waits for the child, and it is there between requests alone: what
+  it used is in no account once it has ended."""
+  patch = standin.change(
+    standin.ENGINE,
+    "def wait(self):\n    pass",
+    "def wait(self):\n"
+    "    import os, signal\n"
+    "    signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    "    if not os.fork():\n"
+    "      time.sleep(20)\n"
+    "      os._exit(0)",
+  )
+  for check in ("check_quiet", "check_idle"):
+    with pytest.raises(EngineFault, match="started 1 of its own"):
+      with start(bench, patch) as engine:
+        if check == "check_quiet":
+          engine.check_quiet()
+        else:
+          engine.check_idle(engine.processor_s(), 1.0)

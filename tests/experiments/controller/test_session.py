@@ -94,3 +94,20 @@ def test_requests_are_taken_two_by_two():
     (requests[2], requests[3]),
   ]
   assert dataclasses.is_dataclass(requests[0])
+
+
+def test_stock_is_alone_with_requests_of_all_parts():
+  """The first eight alone would leave the rest of a session to a candidate."""
+  requests = standin.requests(65)
+  places = []
+  for seed in range(20):
+    drawn = session.Session(
+      vocab=standin.VOCAB,
+      sink=lambda *_: None,
+      rng=np.random.default_rng(seed),
+      deadline=0.0,
+    ).draw_solo(requests)
+    found = [requests.index(r) for r in drawn]
+    assert [i // 8 for i in found] == list(range(session.SOLO_REQUESTS))
+    places += found
+  assert len(set(places)) > 48 and 64 not in places
