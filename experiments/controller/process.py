@@ -32,6 +32,11 @@ END_S = 10.0
 IDLE_SHARE, IDLE_S = 0.05, 0.05
 """Processor time that a process may use while others are timed: a share of that
 time so far, and so many seconds."""
+AFTER_SHARE, AFTER_PASSES, AFTER_S, PASS_TOKENS = 0.05, 2, 0.25, 8
+"""Time that an engine may take between the end of its answers and being idle,
+off the clock: a share of the time of its answers so far, so many mean passes of
+each (those under way when the last token came out), and so many seconds. A
+frame of more than `PASS_TOKENS` tokens counts as several passes."""
 
 
 class EngineFault(Exception):
@@ -61,6 +66,7 @@ class Answer:
     counts: tokens of each frame.
     seconds: since the request began to be sent, of its last frame.
     end: the frame that ended it: finish reason and diagnostics.
+    after_s: from that frame until the engine was idle; not in `seconds`.
   """
 
   token_ids: list[int]
@@ -68,6 +74,7 @@ class Answer:
   counts: list[int]
   seconds: float
   end: dict[str, Any]
+  after_s: float
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -107,6 +114,7 @@ class EngineProcess:
     self._process: subprocess.Popen[bytes] | None = None
     self._compilations = 0
     self._others_s = self._used_s = 0.0
+    self._after_s = self._allowed_s = 0.0
     self._queue: list[tuple[float, dict[str, Any]]] = []
 
   def fault(self, kind: str, reason: str) -> EngineFault:
@@ -213,13 +221,27 @@ class EngineProcess:
     seconds = now - started
     if not tokens:
       raise self.fault("tokens", "none at all")
-    _, idle = self._expect("idle", request, self.launch.step_s)
+    ended = now
+    now, idle = self._expect("idle", request, self.launch.step_s)
+    passes = max(len(counts), len(tokens) / PASS_TOKENS)
+    self._check_after(now - ended, seconds, passes)
     compiled = idle.get("compilations")
     if compiled != self._compilations:
       raise self.fault(
         "compilation", "something was compiled while a request was timed"
       )
-    return Answer(tokens, times, counts, seconds, frame)
+    return Answer(tokens, times, counts, seconds, frame, now - ended)
+
+  def _check_after(self, after_s: float, seconds: float, passes: float) -> None:
+    """Refuses work for the next answers while no clock runs."""
+    self._after_s += after_s
+    self._allowed_s += seconds * (AFTER_SHARE + AFTER_PASSES / passes)
+    if self._after_s > self._allowed_s + AFTER_S:
+      raise self.fault(
+        "untimed",
+        f"worked {self._after_s:.2f} s after the ends of its answers, for"
+        f" {self._allowed_s:.2f} s that passes under way explain",
+      )
 
   def check_quiet(self) -> None:
     """Refuses frames that nobody asked for."""

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from experiments.controller import paired, process, sandbox
+from experiments.controller import checks, paired, process, sandbox
 from experiments.controller.process import EngineFault, EngineProcess
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.exploits import standin
@@ -146,3 +146,22 @@ def test_another_process_is_seen_while_the_engine_waits(bench):
           engine.check_quiet()
         else:
           engine.check_idle(engine.processor_s(), 1.0)
+
+
+def test_the_time_after_an_answer_is_recorded_and_bounded(bench):
+  patch = standin.change(
+    standin.ENGINE,
+    "def wait(self):\n    pass",
+    "def wait(self):\n    time.sleep(0.06)",
+  )
+  with start(bench, patch) as engine:
+    answer = engine.generate([1, 2], SAMPLING, standin.VOCAB)
+    assert answer.after_s > 0.05
+    request = standin.requests(1)[0]
+    line = checks.record("candidate", request, answer, standin.RECORD)
+    assert line["after_ms"] == pytest.approx(1e3 * answer.after_s)
+    # Two passes of ten, and a twentieth: a long answer explains as much.
+    for _ in range(4):
+      engine._check_after(0.24, 1.0, 10)
+    with pytest.raises(EngineFault, match="worked"):
+      engine._check_after(0.5, 1.0, 10)
