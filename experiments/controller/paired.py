@@ -310,6 +310,13 @@ def judge(
     return Verdict(verdict=blamed, check=fault.kind, reason=fault.reason)
   times = measured.times
   assert times is not None, "a session without a fault has times"
+  if times.drops_too_many:
+    return Verdict(
+      verdict=INVALID,
+      check="throttled",
+      reason=f"the card was throttled for stock alone in {times.dropped} of"
+      f" {times.dropped + len(times.stock)} units",
+    )
   if not len(times.stock):
     return Verdict(
       verdict=INVALID, check="time", reason="no pair of requests was measured"
