@@ -147,7 +147,7 @@ class EngineProcess:
       link.symlink_to(file.resolve())
     command_read, self._commands = os.pipe()
     self._replies, reply_write = os.pipe()
-    printed, print_write = os.pipe()
+    self._printed_fd, print_write = os.pipe()
     inherited = (command_read, reply_write)
     try:
       self._process = subprocess.Popen(
@@ -163,8 +163,7 @@ class EngineProcess:
     finally:
       for fd in (*inherited, print_write):
         os.close(fd)
-    self._printed_fd = printed
-    for fd in (self._replies, printed):
+    for fd in (self._replies, self._printed_fd):
       os.set_blocking(fd, False)
       self._selector.register(fd, selectors.EVENT_READ)
     self._send({"kind": "load", "settings": dict(launch.settings)})
@@ -254,7 +253,7 @@ class EngineProcess:
 
     That of a child which nobody waits for is in no account once it has ended.
     """
-    if self._process is None:
+    if self._process is None or self._process.returncode is not None:
       return
     others = len(procfs.descendants(self._process.pid))
     others -= self.launch.own_processes
@@ -411,11 +410,11 @@ class EngineProcess:
   def kill(self) -> None:
     """Kills the process with everything that it started."""
     process = self._process
-    if process is not None:
+    # Once its end was waited for, its number may be another process's.
+    if process is not None and process.returncode is None:
       family = procfs.Family(process.pid)
-      if process.poll() is None:
-        procfs.kill_group(process.pid)
-        process.wait()
+      procfs.kill_group(process.pid)
+      process.wait()
       family.kill()
       family.close()
     self._close_pipes()

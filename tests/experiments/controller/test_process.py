@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from experiments.controller import checks, paired, process, sandbox
+from experiments.controller import checks, paired, process, procfs, sandbox
 from experiments.controller.process import EngineFault, EngineProcess
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.exploits import standin
@@ -165,3 +165,35 @@ def test_the_time_after_an_answer_is_recorded_and_bounded(bench):
       engine._check_after(0.24, 1.0, 10)
     with pytest.raises(EngineFault, match="worked"):
       engine._check_after(0.5, 1.0, 10)
+
+
+def test_a_process_that_was_waited_for_is_not_looked_for(bench, monkeypatch):
+  """Its number may be another process's, whose children would be killed."""
+  looked = []
+  family = procfs.Family
+
+  def look(pid):
+    looked.append((pid, engine._process.returncode))
+    return family(pid)
+
+  monkeypatch.setattr(procfs, "Family", look)
+  engine = start(bench)
+  with engine:
+    engine.generate([1, 2], SAMPLING, standin.VOCAB)
+  engine.kill()
+  assert looked and all(status is None for _, status in looked)
+
+
+def test_a_program_that_cannot_start_leaves_no_pipe(bench, monkeypatch):
+  engine = start(bench)
+  before = len(os.listdir("/proc/self/fd"))
+  with engine:
+    pass
+  assert len(os.listdir("/proc/self/fd")) <= before
+  engine = start(bench)
+  before = len(os.listdir("/proc/self/fd"))
+  monkeypatch.setattr(type(engine.launch), "command", lambda *_: ["/not/there"])
+  with pytest.raises(FileNotFoundError):
+    engine.__enter__()
+  # The selector, which was open before, is closed too.
+  assert len(os.listdir("/proc/self/fd")) < before
