@@ -282,6 +282,12 @@ class Verdict:
     return dataclasses.asdict(self)
 
 
+def blame(fault: EngineFault) -> Verdict:
+  """A candidate's fault refuses it; another's says nothing of it."""
+  verdict = REFUSED if fault.engine == CANDIDATE else INVALID
+  return Verdict(verdict=verdict, check=fault.kind, reason=fault.reason)
+
+
 def judge(
   measured: Measured,
   *,
@@ -306,8 +312,7 @@ def judge(
   """
   fault = measured.fault
   if fault is not None:
-    blamed = REFUSED if fault.engine == CANDIDATE else INVALID
-    return Verdict(verdict=blamed, check=fault.kind, reason=fault.reason)
+    return blame(fault)
   times = measured.times
   assert times is not None, "a session without a fault has times"
   if times.drops_too_many:
@@ -370,7 +375,9 @@ def check_trees(
     before: `tree.protected` of the root, from before the session.
 
   Raises:
-    EngineFault: of the candidate: names the first file.
+    EngineFault: names the first file: of the candidate for a tree, of the
+      controller for a file of its own. An engine could write to neither; who
+      edits the checkout while it is measured is no candidate.
   """
   try:
     for subject in subjects:
@@ -379,4 +386,4 @@ def check_trees(
     raise EngineFault(CANDIDATE, "tree", str(e)) from None
   changed = before.differences(tree.protected(root))
   if changed:
-    raise EngineFault(CANDIDATE, "tree", f"protected: {changed[0]}")
+    raise EngineFault("controller", "tree", f"protected: {changed[0]}")

@@ -13,6 +13,7 @@ from experiments.controller import (
   process,
   process_blocks,
   session,
+  tree,
 )
 from experiments.controller.checks import CANDIDATE, STOCK
 from tests.exploits import standin
@@ -276,3 +277,28 @@ def test_stock_is_alone_with_requests_of_all_parts():
     assert [i // 8 for i in found] == list(range(session.SOLO_REQUESTS))
     places += found
   assert len(set(places)) > 48 and 64 not in places
+
+
+@pytest.mark.parametrize("edited", ["tree", "checkout"])
+def test_who_is_blamed_for_a_changed_file(tmp_path, edited):
+  """A tree that was changed refuses the candidate; an edited checkout does
+  not: the measurement says nothing."""
+  base = {path: b"x" for path in ("specpilot_jax/a.py", "experiments/b.py")}
+  base |= {f"{top}/c.py": b"x" for top in tree.PROTECTED}
+  root = tmp_path / "checkout"
+  for path, data in base.items():
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_bytes(data)
+  built = tree.build(tmp_path / "tree", base)
+  subject = paired.Subject(tree=built, settings={}, trusted=False, record={})
+  before = tree.protected(root)
+  paired.check_trees([subject], before, root)
+  path = (built.root if edited == "tree" else root) / "specpilot_jax/a.py"
+  path.chmod(0o644)
+  path.write_text("y")
+  with pytest.raises(process.EngineFault) as caught:
+    paired.check_trees([subject], before, root)
+  verdict = paired.blame(caught.value)
+  expected = {"tree": paired.REFUSED, "checkout": paired.INVALID}[edited]
+  assert (verdict.verdict, verdict.check) == (expected, "tree")
+  assert "specpilot_jax/a.py was changed" in verdict.reason
