@@ -96,6 +96,7 @@ def record(
       "cut_steps": end.get("cut_steps"),
       **told,
     },
+    "after_ms": 1e3 * answer.after_s,
     **extra,
   }
   line = results.to_json(line)

@@ -20,7 +20,7 @@ _SYSTEM_FILES = (
   "/etc/group", "/etc/alternatives",
 )  # fmt: skip
 _DEVICES = (
-  "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/shm",
+  "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random",
   "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools",
 )  # fmt: skip
 
@@ -37,7 +37,9 @@ class Launch:
     readable: model files that it needs beside its tree.
     assets: those of them that it looks for in its data folder, by path there.
     compiled: folder of compiled executables that outlives it, of its tree
-      alone. None is a folder in `place`.
+      alone. None starts without any.
+    keeps: whether it writes to that folder. Otherwise it has a copy of its
+      own in `place`, so that nothing passes from one launch to the next.
     autotuned: table of choices of the compiler, read only.
     table: file in `place` to write such a table to.
     device: index of the GPU; None shows all.
@@ -54,6 +56,7 @@ class Launch:
   readable: Sequence[Path] = ()
   assets: Mapping[str, Path] = dataclasses.field(default_factory=dict)
   compiled: Path | None = None
+  keeps: bool = False
   autotuned: Path | None = None
   table: str | None = None
   device: int | None = None
@@ -112,7 +115,7 @@ class Launch:
     if self.autotuned is not None:
       read.append(str(self.autotuned))
     write = [str(self.temporary), str(self.data)]
-    if self.compiled is not None:
+    if self.compiled is not None and self.keeps:
       write.append(str(self.compiled))
     numbers = [0, 1, 2, 3, 4, 5, 6, 7] if self.device is None else [self.device]
     return sandbox.Policy(

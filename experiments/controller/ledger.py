@@ -3,14 +3,20 @@
 Every line that begins a test spends its level, whatever comes of it: a run that
 was broken off looked all the same. `familywise` of the lines so far is the
 chance that at least one null candidate among them passed its bound.
+
+Processes may share a ledger: each reads and writes it under a lock. A last line
+without an end was being written when its process died, before anything was
+measured; it is taken away by the next one.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from experiments import results
 from experiments.controller import statistics
@@ -63,17 +69,19 @@ class Ledger:
       candidate: digest of the candidate.
       requests: ids of the requests it will be tested with.
     """
-    number = len(self.begun) + 1
-    self._append(
-      {
-        "state": BEGUN,
-        "test": number,
-        "candidate": candidate,
-        "requests": sorted(requests),
-        "alpha": alpha,
-        "time": time.time(),
-      }
-    )
+    with self._locked() as file:
+      number = len(self.begun) + 1
+      self._append(
+        file,
+        {
+          "state": BEGUN,
+          "test": number,
+          "candidate": candidate,
+          "requests": sorted(requests),
+          "alpha": alpha,
+          "time": time.time(),
+        },
+      )
     return number
 
   def end(self, test: int, outcome: Mapping[str, Any]) -> None:
@@ -82,35 +90,45 @@ class Ledger:
     Raises:
       SpecPilotError: it was not begun, or has ended: there is one look.
     """
-    if test not in {line["test"] for line in self.begun}:
-      raise SpecPilotError(f"{self.path}: test {test} was not begun")
-    ended = {x["test"] for x in self._lines if x["state"] == ENDED}
-    if test in ended:
-      raise SpecPilotError(f"{self.path}: test {test} has ended already")
-    self._append(
-      {"state": ENDED, "test": test, "outcome": dict(outcome)}
-      | {"time": time.time()}
-    )
+    with self._locked() as file:
+      if test not in {line["test"] for line in self.begun}:
+        raise SpecPilotError(f"{self.path}: test {test} was not begun")
+      ended = {x["test"] for x in self._lines if x["state"] == ENDED}
+      if test in ended:
+        raise SpecPilotError(f"{self.path}: test {test} has ended already")
+      self._append(
+        file,
+        {"state": ENDED, "test": test, "outcome": dict(outcome)}
+        | {"time": time.time()},
+      )
 
-  def _append(self, line: Mapping[str, Any]) -> None:
-    line = results.to_json(line)
+  @contextlib.contextmanager
+  def _locked(self) -> Generator[BinaryIO]:
+    """The file, with what others wrote read, until the block ends."""
     try:
       self.path.parent.mkdir(parents=True, exist_ok=True)
-      with open(self.path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+      with open(self.path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        self._lines = self._read()
+        yield file
     except OSError as e:
       raise SpecPilotError(f"{self.path}: {e.strerror}") from None
+
+  def _append(self, file: BinaryIO, line: Mapping[str, Any]) -> None:
+    line = results.to_json(line)
+    whole = self.path.read_bytes().rpartition(b"\n")
+    file.truncate(len(whole[0] + whole[1]))
+    file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
     self._lines.append(dict(line))
 
   def _read(self) -> list[dict[str, Any]]:
     if not self.path.exists():
       return []
     lines = []
-    for number, text in enumerate(
-      self.path.read_text(encoding="utf-8").splitlines(), start=1
-    ):
+    whole = self.path.read_bytes().rpartition(b"\n")[0]
+    for number, text in enumerate(whole.splitlines(), start=1):
       try:
         line = json.loads(text)
         if line["state"] == BEGUN:

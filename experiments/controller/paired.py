@@ -91,11 +91,18 @@ class Bench:
     """
     key = (subject.tree.manifest.root_hash, repr(subject.settings))
     if key not in self.prepared:
-      with EngineProcess(self.launch(name, subject)):
+      with EngineProcess(self.launch(name, subject, keeps=True)):
         self.prepared.add(key)
+
+  def timed(self, name: str, subject: Subject, **changes: Any) -> Launch:
+    """How a subject is started to be timed: with a copy of its executables, so
+    that nothing it writes is there at its next launch. See `launch`."""
+    return self.launch(name, subject, keeps=False, **changes)
 
   def launch(self, name: str, subject: Subject, **changes: Any) -> Launch:
     """How a subject is started.
+
+    What a patch compiles is kept by `prepare` alone, which shows it no prompt.
 
     Raises:
       SpecPilotError: a patch, where nothing keeps it from the controller's own
@@ -119,6 +126,7 @@ class Bench:
       readable=self.readable,
       assets=self.assets,
       compiled=compiled,
+      keeps=subject.trusted,
       autotuned=self.autotuned,
       device=self.device,
       platform=self.platform,
@@ -206,6 +214,7 @@ def measure(
   session = Session(
     vocab=vocab, sink=sink, rng=rng, deadline=deadline, watch=watch
   )
+  alone = session.draw_solo(requests)
   engines: dict[str, EngineProcess] = {}
   try:
     for name, subject in subjects.items():
@@ -213,16 +222,16 @@ def measure(
     with contextlib.ExitStack() as held, contextlib.ExitStack() as guest:
 
       def start(name: str, stack: contextlib.ExitStack) -> EngineProcess:
-        engines[name] = EngineProcess(bench.launch(name, subjects[name]))
+        engines[name] = EngineProcess(bench.timed(name, subjects[name]))
         stack.enter_context(engines[name])
         measured.ready[name] = engines[name].ready
         return engines[name]
 
       # Which starts first is drawn: the first idles while the other starts.
-      before: list[float] = []
+      before: dict[str, float] = {}
       if rng.random() < 0.5:
         session.warm_up(start(STOCK, held), warm_ups)
-        before = session.solo(engines[STOCK], requests)
+        before = session.solo(engines[STOCK], alone)
         start(CANDIDATE, guest)
       else:
         start(CANDIDATE, guest)
@@ -230,15 +239,18 @@ def measure(
       session.warm_up_both(engines[STOCK], engines[CANDIDATE], warm_ups)
       times = session.run(engines[STOCK], engines[CANDIDATE], requests)
       guest.close()
-      after = session.solo(engines[STOCK], requests)
-    by_id = {r["request"]: r["metrics"] for r in measured.records[STOCK]}
-    beside = [
-      by_id[r.id]["e2el_ms"] / 1e3
-      for r in requests[: len(after)]
-      if r.id in by_id
-    ]
+      after = session.solo(engines[STOCK], alone)
+    beside = {
+      r["request"]: r["metrics"]["e2el_ms"] / 1e3
+      for r in measured.records[STOCK]
+    }
+    # Time may have run out before some of them.
+    ids = [r.id for r in alone if r.id in beside]
     measured.slowed, measured.disturbed = slow_down(
-      before or after, beside, after, noise
+      [(before or after)[i] for i in ids],
+      [beside[i] for i in ids],
+      [after[i] for i in ids],
+      noise,
     )
     measured.times = times
   except EngineFault as e:
@@ -270,6 +282,12 @@ class Verdict:
     return dataclasses.asdict(self)
 
 
+def blame(fault: EngineFault) -> Verdict:
+  """A candidate's fault refuses it; another's says nothing of it."""
+  verdict = REFUSED if fault.engine == CANDIDATE else INVALID
+  return Verdict(verdict=verdict, check=fault.kind, reason=fault.reason)
+
+
 def judge(
   measured: Measured,
   *,
@@ -294,10 +312,16 @@ def judge(
   """
   fault = measured.fault
   if fault is not None:
-    blamed = REFUSED if fault.engine == CANDIDATE else INVALID
-    return Verdict(verdict=blamed, check=fault.kind, reason=fault.reason)
+    return blame(fault)
   times = measured.times
   assert times is not None, "a session without a fault has times"
+  if times.drops_too_many:
+    return Verdict(
+      verdict=INVALID,
+      check="throttled",
+      reason=f"the card was throttled for stock alone in {times.dropped} of"
+      f" {times.dropped + len(times.stock)} units",
+    )
   if not len(times.stock):
     return Verdict(
       verdict=INVALID, check="time", reason="no pair of requests was measured"
@@ -351,7 +375,9 @@ def check_trees(
     before: `tree.protected` of the root, from before the session.
 
   Raises:
-    EngineFault: of the candidate: names the first file.
+    EngineFault: names the first file: of the candidate for a tree, of the
+      controller for a file of its own. An engine could write to neither; who
+      edits the checkout while it is measured is no candidate.
   """
   try:
     for subject in subjects:
@@ -360,4 +386,4 @@ def check_trees(
     raise EngineFault(CANDIDATE, "tree", str(e)) from None
   changed = before.differences(tree.protected(root))
   if changed:
-    raise EngineFault(CANDIDATE, "tree", f"protected: {changed[0]}")
+    raise EngineFault("controller", "tree", f"protected: {changed[0]}")

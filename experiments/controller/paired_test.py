@@ -110,8 +110,8 @@ def _notes(lab: Lab, tested: Tested) -> list[str]:
     notes.append("the time limit ended the test before all requests were timed")
   if times is not None and times.dropped:
     notes.append(
-      f"{times.dropped} pairs were left out: the card was throttled for one"
-      " system alone"
+      f"{times.dropped} units were left out: the card was throttled for stock"
+      " alone"
     )
   if tested.seen_before:
     notes.append(

@@ -184,6 +184,9 @@ def _extended(path: str, line: str, kind: str) -> str:
   raise PatchError(f"{path}: unknown header line {line[:60]!r}")
 
 
+_NO_NEWLINE = "\\ No newline at end of file\n"
+
+
 def _hunk(path: str, lines: Sequence[str], at: int) -> tuple[Hunk, int]:
   head = re.match(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", lines[at])
   if not head:
@@ -196,8 +199,11 @@ def _hunk(path: str, lines: Sequence[str], at: int) -> tuple[Hunk, int]:
   while at < len(lines):
     line = lines[at]
     if line.startswith("\\"):
+      if line != _NO_NEWLINE or not sides:
+        raise PatchError(f"{path}: line {line.strip()[:60]!r} in a hunk")
       for side in sides:
         side[-1] = side[-1].removesuffix("\n")
+      sides = []
     elif [len(old), len(new)] == counts:
       break
     else:
@@ -206,6 +212,8 @@ def _hunk(path: str, lines: Sequence[str], at: int) -> tuple[Hunk, int]:
       if not sides:
         raise PatchError(f"{path}: line {line.strip()[:60]!r} in a hunk")
       for side in sides:
+        if side and not side[-1].endswith("\n"):
+          raise PatchError(f"{path}: a line after the end of the file")
         side.append(text)
     at += 1
   if [len(old), len(new)] != counts:
@@ -265,20 +273,37 @@ def apply(
     for hunk in change.hunks:
       start = hunk.start - 1 if hunk.old else hunk.start
       end = start + len(hunk.old)
-      if start < at or tuple(old[start:end]) != hunk.old:
+      if not at <= start <= len(old) or tuple(old[start:end]) != hunk.old:
         raise PatchError(
           f"{path}: the hunk at line {hunk.start} does not fit the base"
         )
       new += [*old[at:start], *hunk.new]
       at = end
     new += old[at:]
+    if any(not line.endswith("\n") for line in new[:-1]):
+      raise PatchError(f"{path}: a line after the end of the file")
     if change.kind == "delete":
       if new:
         raise PatchError(f"{path}: is deleted, but not all of its lines are")
       del out[path]
     else:
       out[path] = "".join(new).encode()
+  for change in changes:
+    if change.kind == "add":
+      _check_shadow(change.path, out)
   return out
+
+
+def _check_shadow(path: str, files: Mapping[str, bytes]) -> None:
+  """Refuses a folder beside a module of its name: Python imports the folder,
+  and a reader looks at the module."""
+  module = path.removesuffix(".py")
+  names = [str(p) for p in PurePosixPath(path).parents]
+  if any(name.startswith(f"{module}/") for name in files):
+    names.append(module)
+  for name in names:
+    if f"{name}.py" in files:
+      raise PatchError(f"{path}: a folder {name} beside {name}.py")
 
 
 def _lines(text: str) -> list[str]:

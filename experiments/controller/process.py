@@ -11,9 +11,11 @@ import os
 import secrets
 import selectors
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.controller import frames, procfs
@@ -23,11 +25,18 @@ from specpilot_jax.decoding.sampling import SamplingParams
 MAX_OUTPUT_BYTES = 1 << 20
 """Of what a process prints; an engine prints a few lines."""
 KEPT_BYTES = 1 << 16
+MAX_REASON = 600
+"""Characters of a fault's reason."""
 END_S = 10.0
 """Time that a process has to end when its commands have."""
 IDLE_SHARE, IDLE_S = 0.05, 0.05
 """Processor time that a process may use while others are timed: a share of that
 time so far, and so many seconds."""
+AFTER_SHARE, AFTER_PASSES, AFTER_S, PASS_TOKENS = 0.05, 2, 0.25, 8
+"""Time that an engine may take between the end of its answers and being idle,
+off the clock: a share of the time of its answers so far, so many mean passes of
+each (those under way when the last token came out), and so many seconds. A
+frame of more than `PASS_TOKENS` tokens counts as several passes."""
 
 
 class EngineFault(Exception):
@@ -36,10 +45,13 @@ class EngineFault(Exception):
   Attributes:
     engine: its name.
     kind: short name of the rule.
-    reason: one line.
+    reason: one line of printable characters: an engine may have written it, and
+      it goes into records and onto screens.
   """
 
   def __init__(self, engine: str, kind: str, reason: str):
+    reason = "".join(c if c.isprintable() else " " for c in reason)
+    reason = " ".join(reason.split())[:MAX_REASON]
     super().__init__(f"{engine}: {kind}: {reason}")
     self.engine, self.kind, self.reason = engine, kind, reason
 
@@ -50,10 +62,11 @@ class Answer:
 
   Attributes:
     token_ids: in the order of arrival.
-    times_s: since the request was sent, of each frame of tokens.
+    times_s: since the request began to be sent, of each frame of tokens.
     counts: tokens of each frame.
-    seconds: since the request was sent, of its last frame.
+    seconds: since the request began to be sent, of its last frame.
     end: the frame that ended it: finish reason and diagnostics.
+    after_s: from that frame until the engine was idle; not in `seconds`.
   """
 
   token_ids: list[int]
@@ -61,6 +74,22 @@ class Answer:
   counts: list[int]
   seconds: float
   end: dict[str, Any]
+  after_s: float
+
+
+def _copy(source: Path, target: Path) -> None:
+  """Copies the files of a folder that an engine wrote.
+
+  Anything but a file is left out: a link would be followed with the
+  controller's rights, and reading a pipe never ends.
+  """
+  for folder, _, names in os.walk(source):
+    where = target / Path(folder).relative_to(source)
+    where.mkdir()
+    for name in names:
+      path = Path(folder) / name
+      if stat.S_ISREG(path.lstat().st_mode):
+        shutil.copyfile(path, where / name, follow_symlinks=False)
 
 
 class EngineProcess:
@@ -85,6 +114,7 @@ class EngineProcess:
     self._process: subprocess.Popen[bytes] | None = None
     self._compilations = 0
     self._others_s = self._used_s = 0.0
+    self._after_s = self._allowed_s = 0.0
     self._queue: list[tuple[float, dict[str, Any]]] = []
 
   def fault(self, kind: str, reason: str) -> EngineFault:
@@ -104,14 +134,20 @@ class EngineProcess:
       folder.mkdir(parents=True)
     if launch.compiled is not None:
       launch.compiled.mkdir(parents=True, exist_ok=True)
-      (launch.data / "compiled").symlink_to(launch.compiled)
+      if launch.keeps:
+        (launch.data / "compiled").symlink_to(launch.compiled)
+      else:
+        try:
+          _copy(launch.compiled, launch.data / "compiled")
+        except OSError as e:
+          raise self.fault("files", f"its executables: {e.strerror}") from None
     for name, file in launch.assets.items():
       link = launch.data / name
       link.parent.mkdir(parents=True, exist_ok=True)
       link.symlink_to(file.resolve())
     command_read, self._commands = os.pipe()
     self._replies, reply_write = os.pipe()
-    printed, print_write = os.pipe()
+    self._printed_fd, print_write = os.pipe()
     inherited = (command_read, reply_write)
     try:
       self._process = subprocess.Popen(
@@ -127,8 +163,7 @@ class EngineProcess:
     finally:
       for fd in (*inherited, print_write):
         os.close(fd)
-    self._printed_fd = printed
-    for fd in (self._replies, printed):
+    for fd in (self._replies, self._printed_fd):
       os.set_blocking(fd, False)
       self._selector.register(fd, selectors.EVENT_READ)
     self._send({"kind": "load", "settings": dict(launch.settings)})
@@ -152,12 +187,14 @@ class EngineProcess:
     request = secrets.token_hex(16)
     message = {
       "kind": "generate",
-      "id": request,
       "prompt_ids": list(prompt_ids),
       "sampling": dataclasses.asdict(sampling),
+      "id": request,  # Last: no frame can name it before all has been read.
     }
-    self._send(message)
+    # Before the prompt is written: a reader that takes its time over a pipe
+    # that it made small would decode meanwhile.
     started = time.perf_counter()
+    self._send(message)
     tokens: list[int] = []
     times: list[float] = []
     counts: list[int] = []
@@ -183,17 +220,47 @@ class EngineProcess:
     seconds = now - started
     if not tokens:
       raise self.fault("tokens", "none at all")
-    _, idle = self._expect("idle", request, self.launch.step_s)
+    ended = now
+    now, idle = self._expect("idle", request, self.launch.step_s)
+    passes = max(len(counts), len(tokens) / PASS_TOKENS)
+    self._check_after(now - ended, seconds, passes)
     compiled = idle.get("compilations")
     if compiled != self._compilations:
       raise self.fault(
         "compilation", "something was compiled while a request was timed"
       )
-    return Answer(tokens, times, counts, seconds, frame)
+    return Answer(tokens, times, counts, seconds, frame, now - ended)
+
+  def _check_after(self, after_s: float, seconds: float, passes: float) -> None:
+    """Refuses work for the next answers while no clock runs."""
+    self._after_s += after_s
+    self._allowed_s += seconds * (AFTER_SHARE + AFTER_PASSES / passes)
+    if self._after_s > self._allowed_s + AFTER_S:
+      raise self.fault(
+        "untimed",
+        f"worked {self._after_s:.2f} s after the ends of its answers, for"
+        f" {self._allowed_s:.2f} s that passes under way explain",
+      )
 
   def check_quiet(self) -> None:
     """Refuses frames that nobody asked for."""
     self._drain(0.0)
+    self._refuse_early()
+    self._refuse_others()
+
+  def _refuse_others(self) -> None:
+    """An engine that waits has no other processes: their time may be hidden.
+
+    That of a child which nobody waits for is in no account once it has ended.
+    """
+    if self._process is None or self._process.returncode is not None:
+      return
+    others = len(procfs.descendants(self._process.pid))
+    others -= self.launch.own_processes
+    if others > 0:
+      raise self.fault("processes", f"started {others} of its own, killed now")
+
+  def _refuse_early(self) -> None:
     if self._queue or self._decoder.pending:
       raise self.fault("frames", "a frame before the request was sent")
 
@@ -208,8 +275,10 @@ class EngineProcess:
       before_s: `processor_s` before.
       wall_s: how long the other was timed.
     """
+    self._refuse_others()
     self._others_s += wall_s
-    self._used_s += self.processor_s() - before_s
+    # Children that ended take their time with them: that is no credit.
+    self._used_s += max(0.0, self.processor_s() - before_s)
     if self._used_s > IDLE_SHARE * self._others_s + IDLE_S:
       raise self.fault(
         "interference",
@@ -242,6 +311,7 @@ class EngineProcess:
       except BlockingIOError:
         # A process that does not read its commands must not stop us.
         self._drain(0.01)
+        self._refuse_early()
         if time.monotonic() > deadline:
           raise self.fault("timeout", "does not read its commands") from None
       except BrokenPipeError:
@@ -340,11 +410,11 @@ class EngineProcess:
   def kill(self) -> None:
     """Kills the process with everything that it started."""
     process = self._process
-    if process is not None:
+    # Once its end was waited for, its number may be another process's.
+    if process is not None and process.returncode is None:
       family = procfs.Family(process.pid)
-      if process.poll() is None:
-        procfs.kill_group(process.pid)
-        process.wait()
+      procfs.kill_group(process.pid)
+      process.wait()
       family.kill()
       family.close()
     self._close_pipes()

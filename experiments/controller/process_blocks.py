@@ -2,12 +2,14 @@
 
 A block is four fresh processes one after the other, S C C S or C S S C, each
 of which decodes all requests of the block. The unit is the block: requests of
-one launch share what the launch adds. Each process sees each request once; the
-second launch of a system knows nothing of the first.
+one launch share what the launch adds. Each process sees each request once, and
+has its own copy of the executables: nothing that the first launch of a system
+wrote is there at the second.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,9 @@ from experiments.controller.session import (
   State,
   Times,
   Watch,
+  favours,
   forms,
+  is_throttled,
 )
 
 MEMORY_FRACTION = 0.9
@@ -54,14 +58,18 @@ def measure(
   """One session of blocks; arguments as `paired.measure` has them.
 
   Args:
-    blocks: into which the requests are dealt.
+    blocks: into which the requests are dealt; no more than there are requests.
+      One in which the card was throttled for stock alone is left out, and so is
+      one in which time ran out.
   """
   measured = Measured({STOCK: [], CANDIDATE: []})
   subjects = {STOCK: stock, CANDIDATE: candidate}
   sink = recorder(measured, subjects, folder)
   session = Session(vocab=vocab, sink=sink, rng=rng, deadline=deadline)
   answers: dict[str, list[list[list[Answer]]]] = {STOCK: [], CANDIDATE: []}
-  late = False
+  late, dropped = False, 0
+  # A block without a request has no time.
+  blocks = min(blocks, len(requests))
   try:
     for name, subject in subjects.items():
       bench.prepare(name, subject)
@@ -72,38 +80,51 @@ def measure(
         break
       outer, inner = (STOCK, CANDIDATE) if first_stock else (CANDIDATE, STOCK)
       launches: dict[str, list[list[Answer]]] = {STOCK: [], CANDIDATE: []}
-      for place, name in enumerate((outer, inner, inner, outer)):
-        second = len(launches[name]) == 1
-        launch = bench.launch(
-          name, subjects[name], memory_fraction=MEMORY_FRACTION
-        )
-        with EngineProcess(launch) as engine:
-          measured.ready.setdefault(name, engine.ready)
-          session.warm_up(engine, warm_ups)
-          found = []
-          for request in part:
-            answer = engine.generate(
-              request.prompt_ids, request.sampling, vocab
-            )
-            found.append(answer)
-            state: State | None = watch()
-            extra = {"place": place, "block": index}
-            sink(
-              name,
-              again(request) if second else request,
-              answer,
-              extra | ({"gpu": state} if state else {}),
-            )
-        launches[name].append(found)
+      throttled = {STOCK: False, CANDIDATE: False}
+      taken: list[tuple[str, Request, Answer, dict[str, Any]]] = []
+      try:
+        for place, name in enumerate((outer, inner, inner, outer)):
+          if session.is_late:
+            late = True
+            break
+          second = len(launches[name]) == 1
+          launch = bench.timed(
+            name, subjects[name], memory_fraction=MEMORY_FRACTION
+          )
+          with EngineProcess(launch) as engine:
+            measured.ready.setdefault(name, engine.ready)
+            session.warm_up(engine, warm_ups)
+            found = []
+            for request in part:
+              answer = engine.generate(
+                request.prompt_ids, request.sampling, vocab
+              )
+              found.append(answer)
+              state: State | None = watch()
+              throttled[name] |= is_throttled(state)
+              extra = {"place": place, "block": index}
+              extra |= {"gpu": state} if state else {}
+              named = again(request) if second else request
+              taken.append((name, named, answer, extra))
+          launches[name].append(found)
+      finally:
+        # Of a block that time broke off the systems have different requests.
+        for args in () if late else taken:
+          sink(*args)
+      if late:
+        break
+      if favours(throttled):
+        dropped += 1
+        continue
       for name in answers:
         answers[name].append(launches[name])
-    measured.times = _times(answers, late)
+    measured.times = _times(answers, late, dropped)
   except EngineFault as e:
     measured.fault = e
   return measured
 
 
-def _times(answers, late: bool) -> Times:
+def _times(answers, late: bool, dropped: int) -> Times:
   """Geometric means over a launch's requests, [blocks, 2 launches]."""
 
   def table(name: str, per_token: bool) -> np.ndarray:
@@ -128,4 +149,5 @@ def _times(answers, late: bool) -> Times:
     for name, blocks in answers.items()
   }
   divided = counts[STOCK] != counts[CANDIDATE]
-  return Times(table(STOCK, divided), table(CANDIDATE, divided), divided, late)
+  stock, candidate = (table(name, divided) for name in (STOCK, CANDIDATE))
+  return Times(stock, candidate, divided, late, dropped)

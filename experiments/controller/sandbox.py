@@ -13,7 +13,10 @@ the kernel has it and told where it has not:
 - Namespaces (as root, or where the system allows user namespaces): of the
   network, with nothing in it, so that no address can be reached by whatever
   protocol; of processes, so that no other can be named (to be stopped, or put
-  on another core), and whatever is left dies with the first.
+  on another core), and whatever is left dies with the first; of System V memory
+  and message queues, which would outlive it.
+- /dev/shm is an empty one, gone with the process, where it can be mounted;
+  elsewhere there is none under Landlock.
 - bubblewrap, where it is installed: a root without anything that is not listed.
 - No capability is left to root. Core dumps and files have a limit. The process
   dies with the one that started it.
@@ -41,6 +44,11 @@ _VERSION = 1
 _PATH_BENEATH = 1
 _DEATH_SIGNAL, _DROP_BOUNDING, _NO_NEW_PRIVS = 1, 24, 38
 _CAPABILITIES = 64
+
+# MS_*: linux/mount.h.
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1 << 1, 1 << 2, 1 << 3
+_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
+_MEMORY, _MEMORY_BYTES = "/dev/shm", 1 << 30
 
 # LANDLOCK_ACCESS_FS_*: bits 0 to 12 in ABI 1, refer 13 in 2, truncate 14 in 3,
 # ioctl_dev 15 in 5.
@@ -116,11 +124,11 @@ class Layers:
       lines.append("files: NOT confined, this kernel has no Landlock")
     if self.namespaces:
       lines.append("network: a namespace of its own, empty")
-      lines.append("processes: a namespace of their own")
+      lines.append("processes and shared memory: namespaces of their own")
     else:
       lines.append(
         "processes: NOT hidden, no namespace can be made; one that leaves its"
-        " group may live on"
+        " group may live on, and so may System V memory"
       )
       tcp = "TCP alone" if self.landlock >= 4 else "nothing"
       lines.append(
@@ -199,8 +207,9 @@ def bubblewrap(bwrap: str, policy: Policy) -> list[str]:
 
 
 def _unshare() -> None:
-  """Leaves the network, and the process namespace with the next fork."""
-  flags = os.CLONE_NEWNET | os.CLONE_NEWPID
+  """Leaves the network and System V objects, and the process namespace with the
+  next fork."""
+  flags = os.CLONE_NEWNET | os.CLONE_NEWPID | os.CLONE_NEWIPC
   uid, gid = os.getuid(), os.getgid()
   if uid != 0:
     flags |= os.CLONE_NEWUSER
@@ -209,6 +218,24 @@ def _unshare() -> None:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+
+
+def _private_memory() -> bool:
+  """Mounts an empty /dev/shm that this process and its children alone have.
+
+  Returns:
+    Whether it could: containers often may make namespaces, but not mount.
+  """
+  libc, options = _libc(), f"mode=1777,size={_MEMORY_BYTES}".encode()
+  try:
+    os.unshare(os.CLONE_NEWNS)
+  except OSError:
+    return False
+  # Nothing that is mounted here is to be seen by those outside.
+  if libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None):
+    return False
+  safe = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+  return not libc.mount(b"tmpfs", _MEMORY.encode(), b"tmpfs", safe, options)
 
 
 def _become_the_first_process() -> None:
@@ -284,6 +311,8 @@ def confine(policy: Policy) -> None:
   resource.setrlimit(resource.RLIMIT_FSIZE, limit)
   if policy.namespaces:
     _unshare()
+    if _private_memory():
+      policy = dataclasses.replace(policy, write=[*policy.write, _MEMORY])
     _become_the_first_process()
   _drop_capabilities()  # Root's alone: others have none to drop.
   if _libc().prctl(_NO_NEW_PRIVS, 1, 0, 0, 0):

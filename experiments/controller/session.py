@@ -8,7 +8,7 @@ Which of the two forms a group takes is drawn, half and half.
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,17 @@ from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.process import Answer, EngineProcess
 
 SOLO_REQUESTS = 8
-"""Requests that stock also decodes alone, before and after."""
+"""Requests that stock also decodes alone, before and after: one of each eighth
+of a session, so that no part of it is left to a candidate."""
 SLOWED = 0.02
 """Share by which stock may be slower beside the candidate, at least."""
 
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 """Bits of NVML's clocks event reasons: slow-down by hardware, by heat (software
 and hardware), by the power brake."""
+
+MAX_DROPPED = 0.25
+"""Share of the units of a session that may be left out."""
 
 State = dict[str, Any]
 Watch = Callable[[], State | None]
@@ -42,7 +46,7 @@ class Times:
     stock, candidate: [units, 2], the requests of a pair.
     divided: whether they are per token, since token counts differ.
     late: whether time ran out before all pairs were measured.
-    dropped: pairs left out because the card was throttled for one system alone.
+    dropped: pairs left out because the card was throttled for stock alone.
   """
 
   stock: np.ndarray
@@ -55,6 +59,11 @@ class Times:
   def units(self) -> np.ndarray:
     """Log-ratios, one per pair."""
     return statistics.one_device_units(self.stock, self.candidate)
+
+  @property
+  def drops_too_many(self) -> bool:
+    """Whether those left out are more than chance explains."""
+    return self.dropped > MAX_DROPPED * (self.dropped + len(self.stock))
 
 
 def pairs(requests: Sequence[Request]) -> list[tuple[Request, Request]]:
@@ -124,14 +133,21 @@ class Session:
     for engine in engines:
       self.warm_up(engine, requests)
 
+  def draw_solo(self, requests: Sequence[Request]) -> list[Request]:
+    """The requests of `solo`: of those that are timed, spread over them."""
+    timed = [request for pair in pairs(requests) for request in pair]
+    count = min(SOLO_REQUESTS, len(timed))
+    parts = np.array_split(np.arange(len(timed)), count) if count else []
+    return [timed[int(self._rng.choice(part))] for part in parts]
+
   def solo(
     self, stock: EngineProcess, requests: Sequence[Request]
-  ) -> list[float]:
-    """Stock's seconds without a candidate, per request."""
-    return [
-      stock.generate(r.prompt_ids, r.sampling, self._vocab).seconds
-      for r in requests[:SOLO_REQUESTS]
-    ]
+  ) -> dict[str, float]:
+    """Stock's seconds without a candidate, by request."""
+    return {
+      r.id: stock.generate(r.prompt_ids, r.sampling, self._vocab).seconds
+      for r in requests
+    }
 
   def run(
     self,
@@ -161,7 +177,7 @@ class Session:
         throttled[system] |= is_throttled(state)
         extra = {"place": place} | ({"gpu": state} if state else {})
         self._sink(system, group[which], answer, extra)
-      if throttled[STOCK] != throttled[CANDIDATE]:
+      if favours(throttled):
         dropped += 1
         continue
       for system in engines:
@@ -188,6 +204,18 @@ def is_throttled(state: State | None) -> bool:
     return bool(int(reasons, 0) & THROTTLED)
   except ValueError:  # "[N/A]" of cards that do not tell.
     return False
+
+
+def favours(throttled: Mapping[str, bool]) -> bool:
+  """Whether throttling makes a candidate look faster than it is.
+
+  A card that was throttled for the candidate alone may have been so by the
+  candidate: that counts against it.
+
+  Args:
+    throttled: by system, whether the card was throttled in a unit.
+  """
+  return throttled[STOCK] and not throttled[CANDIDATE]
 
 
 def _times(

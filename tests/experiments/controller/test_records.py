@@ -62,6 +62,29 @@ def test_a_test_spends_its_level_before_it_runs(tmp_path):
   assert states == ["begun", "begun", "ended"]
 
 
+def test_a_ledger_that_two_processes_share(tmp_path):
+  """Each read it before the other wrote: no number and no level is lost."""
+  first, second = (ledger.Ledger("d", tmp_path) for _ in range(2))
+  assert first.begin("a", ["x"]) == 1
+  assert second.begin("b", ["y"]) == 2
+  assert second.used_requests == {"x", "y"}
+  second.end(1, {"verdict": "accept"})
+  with pytest.raises(SpecPilotError, match="has ended"):
+    first.end(1, {"verdict": "reject"})
+  assert first.begin("c", []) == 3
+
+
+def test_a_line_that_was_being_written(tmp_path):
+  book = ledger.Ledger("d", tmp_path)
+  book.begin("c", [])
+  whole = book.path.read_bytes()
+  book.path.write_bytes(whole + b'{"state": "begun", "te\xc3')
+  again = ledger.Ledger("d", tmp_path)
+  assert again.begin("c", []) == 2
+  assert book.path.read_bytes().startswith(whole + b"{")
+  assert len(ledger.Ledger("d", tmp_path).begun) == 2
+
+
 @pytest.mark.parametrize("line", ["{", "{}", '{"state": "begun"}'])
 def test_a_damaged_ledger_is_refused(tmp_path, line):
   book = ledger.Ledger("d", tmp_path)

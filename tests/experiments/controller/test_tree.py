@@ -138,6 +138,16 @@ REFUSED = (
     "unknown header",
   ),
   (b"+" * (patches.MAX_BYTES + 1), "bytes"),
+  # Whatever begins with a backslash once joined two lines into one.
+  (CHANGE.replace(b" one\n", b" one\n\\ anything\n"), "in a hunk"),
+  (
+    CHANGE.replace(b" one\n", b" one\n\\ No newline at end of file\n"),
+    "after the end of the file",
+  ),
+  (
+    CHANGE.replace(b" one\n", b"\\ No newline at end of file\n one\n"),
+    "in a hunk",
+  ),
 )
 
 
@@ -151,6 +161,20 @@ UNFIT = (
   (CHANGE.replace(b"-two", b"-2"), "does not fit"),
   (CHANGE.replace(b"@@ -1,3", b"@@ -2,3"), "does not fit"),
   (add("specpilot_jax/models/b.py"), "there already"),
+  (
+    diff("specpilot_jax/models/b.py", "@@ -9999,0 +1 @@\n+y\n"),
+    "does not fit",
+  ),
+  (
+    diff(
+      "specpilot_jax/decoding/a.py",
+      "@@ -1 +1 @@\n-one\n+1\n\\ No newline at end of file\n",
+    ),
+    "after the end",
+  ),
+  (add("specpilot_jax/models/b/__init__.py"), "beside specpilot_jax/models/b"),
+  (add("specpilot_jax/models/b/c/d.py"), "beside specpilot_jax/models/b.py"),
+  (add("specpilot_jax/decoding.py"), "protected|beside"),
   (
     diff("specpilot_jax/models/c.py", "@@ -1 +1 @@\n-x\n+y\n"),
     "is not there",
