@@ -135,12 +135,15 @@ class Round:
 
   def _measured(self, key: str, work) -> dict[str, Any]:
     """Work on a machine that may fail: done once more where it does."""
-    result = self._do(key, work, trials=1)
-    for again in range(1, 3):
-      self._budget.tell(failed=result["kind"] == "infra")
-      if result["kind"] != "infra" or again == 2:
+    result: dict[str, Any] = {}
+    for name in (key, f"{key}/again"):
+      replayed = name in self._log
+      result = self._do(name, work, trials=1)
+      failed = result["kind"] == "infra"
+      if not replayed:  # What failed in an earlier slice ends no later one.
+        self._budget.tell(failed=failed)
+      if not failed:
         break
-      result = self._do(f"{key}/again", work, trials=1)
     return result
 
   def run(self) -> dict[str, Any]:

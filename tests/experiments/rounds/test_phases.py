@@ -157,6 +157,22 @@ def test_failures_of_the_machine(tmp_path, failures):
   assert found["a=1"] == ("small" if failures == 1 else "infra")
 
 
+def test_failures_of_an_earlier_slice_do_not_end_a_later_one(tmp_path):
+  log = Log(tmp_path / "events.jsonl")
+
+  def go(failures):
+    return phases.Round(
+      log, Moody(tmp_path / "paid", failures), [scripted.Proposer()],
+      Budget(log), scripted.plan(), tmp_path / "agents",
+    ).run()  # fmt: skip
+
+  with pytest.raises(BudgetSpent, match="in a row"):
+    go(100)
+  found = verdicts(go(0))
+  assert found["a=1"] == "infra"  # Measured twice: that is its verdict.
+  assert found["d=1"] == "accept"
+
+
 def test_budgets(tmp_path):
   log = Log(tmp_path / "events.jsonl")
 
