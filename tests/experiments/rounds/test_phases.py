@@ -118,7 +118,8 @@ def test_replayed_proposals(tmp_path):
     ("{}", ":1: not a proposal"),
     ('{"task": "t", "surprise": 1}', "unknown field 'surprise'"),
     ('{"task": "t", "patch": 1}', "'patch' must be text"),
-    ('{"task": "t", "prediction": "x"}', "'prediction' must be a number"),
+    ('{"task": "t", "prediction": "x"}', "'prediction' must be a finite"),
+    ('{"task": "t", "prediction": NaN}', "must be a finite number"),
   ],
 )
 def test_a_damaged_recording(tmp_path, line, reason):
