@@ -51,6 +51,7 @@ class Command:
   """
 
   name = "command"
+  paid = True
 
   def __init__(
     self,

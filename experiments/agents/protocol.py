@@ -142,9 +142,15 @@ class Session:
 
 
 class Agent(Protocol):
-  """Proposes candidates for a task."""
+  """Proposes candidates for a task.
+
+  Attributes:
+    name: in keys of the log.
+    paid: whether it may spend money.
+  """
 
   name: str
+  paid: bool
 
   def propose(self, task: Task, workspace: Path, limits: Limits) -> Session:
     """Proposals for a task.

@@ -40,8 +40,14 @@ from specpilot_jax.mechanisms import registry
 WARM_UPS = 3
 """Requests kept for warming up; a drawn number of them is decoded."""
 AUTOTUNED = "autotuned.textproto"
+AA_SHARE = 0.75
+"""Of the units, that an A/A session has at least."""
 MIN_CUT = 16
 """Tokens of the shortest text that is cut to make a new request."""
+
+
+class Unmeasured(SpecPilotError):
+  """An A/A session says nothing: the machine's doing, so it may be repeated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,19 +315,21 @@ class Lab:
   def aa_session(self, deadline: float) -> float:
     """Stock against stock with fresh processes; the mean log-ratio, kept.
 
+    A session in which stock ran slower beside itself than alone is not kept,
+    nor is one of which the card's throttling left less than `AA_SHARE`.
+
     Raises:
-      SpecPilotError: it could not be measured to its end.
+      Unmeasured: it is not kept; says why.
     """
     drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
     measured = self._measure(
       self.stock, drawn[WARM_UPS:], drawn[:WARM_UPS], deadline, None
     )
-    if measured.fault is not None:
-      raise SpecPilotError(f"A/A session: {measured.fault}")
+    wrong = self._aa_fault(measured)
+    if wrong is not None:
+      raise Unmeasured(f"A/A session: {wrong}")
     times = measured.times
     assert times is not None
-    if times.late or len(times.stock) < self.units:
-      raise SpecPilotError("A/A session: time ran out before its end")
     outputs = [
       {r["request"]: r["output_ids"] for r in measured.records[name]}
       for name in (STOCK, CANDIDATE)
@@ -331,6 +339,23 @@ class Lab:
     mean = float(times.units.mean())
     self.sessions.add(mean, len(times.units))
     return mean
+
+  def _aa_fault(self, measured: paired.Measured) -> str | None:
+    """Why an A/A session does not count; None where it does."""
+    fault, times = measured.fault, measured.times
+    if fault is not None:  # Both of its engines are stock.
+      return f"a process of stock: {fault.kind}: {fault.reason}"
+    assert times is not None, "a session without a fault has times"
+    if times.late:
+      return "time ran out before its end"
+    if measured.disturbed:
+      return (
+        f"stock is {measured.slowed:.1%} slower beside itself than alone: the"
+        " machine was busy"
+      )
+    if len(times.stock) < max(2, AA_SHARE * self.units):
+      return f"the card was throttled in {times.dropped} of {self.units} pairs"
+    return None
 
   def test(
     self,
@@ -470,7 +495,11 @@ class Lab:
         answer = engine.generate(
           request.prompt_ids, request.sampling, self.source.config.valid_vocab
         )
-        folder.request(checks.record(name, request, answer, subject.record))
+        try:
+          line = checks.record(name, request, answer, subject.record)
+        except SpecPilotError as e:
+          raise EngineFault(name, "frames", str(e)) from None
+        folder.request(line)
 
   def force(self, folder: Path) -> Mapping[str, Any]:
     """Stock's verdict on the candidate's records in a folder."""
@@ -506,7 +535,11 @@ class Lab:
     )
     if done.returncode not in (0, 1) or not (where / results.RESULT).exists():
       last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-      return {"verdict": "inconclusive", "reason": f"forcing failed: {last}"}
+      return {
+        "verdict": "inconclusive",
+        "reason": f"forcing failed: {last}",
+        "failed": True,
+      }
     return results.read_result(where)["token_forcing"][CANDIDATE]
 
 

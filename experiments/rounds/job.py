@@ -121,7 +121,7 @@ class _Patient:
   """An agent that is not asked about tasks of others."""
 
   def __init__(self, agent: Agent):
-    self._agent, self.name = agent, agent.name
+    self._agent, self.name, self.paid = agent, agent.name, agent.paid
 
   def propose(self, task: Task, workspace: Path, limits: Limits) -> Session:
     agent = self._agent

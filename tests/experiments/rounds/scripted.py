@@ -48,7 +48,7 @@ class World:
 
   def aa(self):
     self._pay("aa")
-    return {"mean": 0.001}
+    return {"kind": "ok", "reason": "", "mean": 0.001}
 
   def check(self, system):
     parts = system["options"].split(",")
@@ -105,6 +105,7 @@ class Proposer:
   """One value of the option of a task; two for b; a patch for g."""
 
   name = "scripted"
+  paid = False
 
   def propose(self, task: Task, workspace, limits: Limits) -> Session:
     if task.option is None:

@@ -193,11 +193,141 @@ def test_budgets(tmp_path):
   assert go(trials=100)["champion"]["options"] == "d=1,b=1"
 
 
+class Paid(scripted.Proposer):
+  """Spends more than is reserved for it."""
+
+  paid = True
+
+  def __init__(self, usd):
+    self._usd = usd
+
+  def propose(self, task, workspace, limits):
+    session = super().propose(task, workspace, limits)
+    return dataclasses.replace(session, usd=self._usd)
+
+
+@pytest.mark.parametrize(
+  ("usd", "reserved", "asked"),
+  [(0.5, None, 4), (0.1, 0.5, 4), (2.5, 0.5, 1), (None, 1.0, 2)],
+)
+def test_money(tmp_path, usd, reserved, asked):
+  """What was said or reserved counts, the larger; and the limit binds."""
+  log = Log(tmp_path / "events.jsonl")
+  work = phases.Round(
+    log, scripted.World(tmp_path / "paid"), [Paid(usd)], Budget(log, usd=2.0),
+    scripted.plan(limits=Limits(usd=reserved)), tmp_path / "agents",
+  )  # fmt: skip
+  with pytest.raises(BudgetSpent, match="usd: 2"):
+    work.run()
+  keys = [x["key"] for x in log if x["event"] == "done"]
+  assert sum(key.startswith("propose/") for key in keys) == asked
+  assert log.spent("usd") == pytest.approx(asked * max(usd or 0, reserved or 0))
+
+
+def test_search_costs_nothing(tmp_path):
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, scripted.World(tmp_path / "paid"), [scripted.Proposer()],
+    Budget(log, usd=0.0), scripted.plan(limits=Limits(usd=1.0)),
+    tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert result["champion"]["options"] == "d=1,b=1"
+  assert log.spent("usd") == 0
+
+
+def test_agents_take_no_device(tmp_path):
+  ticks = iter(range(0, 10_000, 10))
+  log = Log(tmp_path / "events.jsonl", clock=lambda: float(next(ticks)))
+  log.do("propose/tau/a/x", lambda: 1)
+  Budget(log, device_s=1.0).check({})
+  log.do("screen/x", lambda: 1)
+  with pytest.raises(BudgetSpent, match="seconds of work"):
+    Budget(log, device_s=1.0).check({})
+
+
+class Failing(scripted.World):
+  """The first measurement of one kind fails."""
+
+  def __init__(self, paid, kind):
+    super().__init__(paid)
+    self.kind = kind
+
+  def _once(self, kind):
+    if self.kind != kind:
+      return None
+    self.kind = ""
+    return {"kind": "infra", "reason": "stock died", "verdict": "invalid"}
+
+  def aa(self):
+    return self._once("aa") or super().aa()
+
+  def seal(self, system):
+    return self._once("seal") or super().seal(system)
+
+
+@pytest.mark.parametrize("kind", ["aa", "seal"])
+def test_what_the_machine_failed_is_measured_again(tmp_path, whole, kind):
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, Failing(tmp_path / "paid", kind), [scripted.Proposer()], Budget(log),
+    scripted.plan(), tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert result == whole
+  done = [x["key"] for x in log if x["event"] == "done"]
+  again = [key for key in done if key.endswith("/again")]
+  assert len(again) == 1 and again[0].startswith(kind)
+
+
+def test_tuning_measures_against_its_own_champion(tmp_path):
+  """The same proposal, once in phase 2 and once on the champion of phase 2:
+  another measurement."""
+
+  class World(scripted.World):
+    def factors(self, champion):
+      told = {"kernel_classes": {"matmul": 3.0}}
+      return super().factors(champion) | told
+
+    def test(self, system, against):
+      result = super().test(system, against)
+      if system["options"] != "d=1":
+        result["verdict"] = "reject"
+      return result
+
+  class Proposer(scripted.Proposer):
+    def propose(self, task, workspace, limits):
+      if task.option is None and "tiles" in task.id:
+        made = (Proposal(task=task.id, options="b=1"),)
+        return Session(proposals=made)
+      return super().propose(task, workspace, limits)
+
+  log = Log(tmp_path / "events.jsonl")
+  plan = scripted.plan(
+    directions=(("tau", "b"), ("tau", "d"), ("kernel", None))
+  )
+  result = phases.Round(
+    log, World(tmp_path / "paid"), [Proposer()], Budget(log), plan,
+    tmp_path / "agents",
+  ).run()  # fmt: skip
+  tasks = [t["task"] for t in result["trials"] if t["option"] == "b=1"]
+  assert tasks == ["tau/b", "kernel/tiles/matmul"]
+  screened = [
+    x["key"] for x in log
+    if x["event"] == "done" and x["key"].startswith("screen/")
+  ]  # fmt: skip
+  b = Proposal(task="", options="b=1").id
+  marks = {key.split("/")[2] for key in screened if key.split("/")[1] == b}
+  assert marks == {
+    phases.mark(phases.STOCK),
+    phases.mark({"options": "d=1", "patch": ""}),
+  }
+
+
 def test_what_agents_may_not(tmp_path):
   """More than their number, nothing at all, another one's task."""
 
   class Eager:
     name = "eager"
+    paid = False
 
     def propose(self, task, workspace, limits):
       one = Proposal(task="other", options="a=1")
