@@ -40,6 +40,8 @@ from specpilot_jax.mechanisms import registry
 WARM_UPS = 3
 """Requests kept for warming up; a drawn number of them is decoded."""
 AUTOTUNED = "autotuned.textproto"
+CONTROL = "control"
+"""Folder of a run for stock's outputs, where it measured against another."""
 AA_SHARE = 0.75
 """Of the units, that an A/A session has at least."""
 MIN_CUT = 16
@@ -130,10 +132,11 @@ class Lab:
       raise SpecPilotError(
         f"blocks must be at least {statistics.MIN_BLOCKS}, or 0, got {blocks}"
       )
-    if len(self.requests) < WARM_UPS + max(2, blocks):
+    least = max(2, blocks + blocks % 2)  # Pairs are taken, blocks dealt.
+    if len(self.requests) < WARM_UPS + least:
       raise SpecPilotError(
         f"a paired test needs {WARM_UPS} prompts to warm up and"
-        f" {max(2, blocks)} at least to measure, got {len(self.requests)}"
+        f" {least} at least to measure, got {len(self.requests)}"
       )
     readable, assets = [], {}
     for name in (settings.target, settings.drafter):
@@ -251,6 +254,7 @@ class Lab:
       "target": self.source.config.name,
       "weights": self.weights_sha256,
       "drafter": s.drafter,
+      "dtype": self.machine["dtype"],
       "kernels": self.machine["kernels"],
       "prefill_chunk": s.prefill_chunk,
       "max_seq_len": self.room,
@@ -258,10 +262,20 @@ class Lab:
       "prompts": list(s.prompt_sets),
       "batch": 1,
     }
+    # The noise is that of this code, these requests and these processes.
+    launched = {
+      "tree": self.stock.tree.manifest.root_hash,
+      "split": s.split,
+      "chat": self.requests[0].prompt.chat,
+      "isolation": dataclasses.asdict(self.layers),
+      "autotuned": results.sha256(self.bench.autotuned)
+      if self.bench.autotuned is not None
+      else None,
+    }
     card = {k: self.environment[k] for k in ("cpu", "cores", "driver")}
     self.sessions = noise.Sessions(
       noise.fingerprint(
-        self.deployment_mark,
+        {**self.deployment_mark, **launched},
         {**self.machine, **card},
         f"one device, S C C S, {self._pairs} pairs, {self.blocks} blocks",
       )
@@ -398,7 +412,7 @@ class Lab:
     forced: dict[str, Any] = {}
 
     def force(records: checks.Records) -> Mapping[str, Any]:
-      forced.update(self._force(folder.path))
+      forced.update(self._forced(folder.path, base, requests))
       return forced
 
     verdict = self._judge(measured, [base, candidate], protected, force)
@@ -446,19 +460,20 @@ class Lab:
   ) -> tuple[paired.Measured, paired.Verdict]:
     """A short session of development requests: no look that counts.
 
-    Tokens are forced where any output differs.
+    What survives it was chosen by its requests, so no test takes them for
+    fresh. Requests that are used already come first, and the more of them are
+    left to tests. Tokens are forced where any output differs.
     """
     candidate, base = self._subject(system), self._subject(against)
+    used = self.ledger.used_requests
     drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
-    count = min(units, self._pairs)
+    drawn.sort(key=lambda request: request.id not in used)
+    count = 2 * min(units, self._pairs)
+    requests, warm_ups = drawn[:count], drawn[count : count + WARM_UPS]
+    self.ledger.screened(system.id, [r.id for r in (*requests, *warm_ups)])
     protected = tree.protected()
     measured = self._measure(
-      candidate,
-      drawn[WARM_UPS : WARM_UPS + 2 * count],
-      drawn[:WARM_UPS],
-      deadline,
-      folder,
-      base,
+      candidate, requests, warm_ups, deadline, folder, base
     )
 
     def force(records: checks.Records) -> Mapping[str, Any]:
@@ -468,7 +483,7 @@ class Lab:
       ]
       if outputs[0] == outputs[1]:
         return {"verdict": "pass", "reason": "all outputs are stock's"}
-      return self._force(folder.path)
+      return self._forced(folder.path, base, requests)
 
     verdict = self._judge(measured, [base, candidate], protected, force)
     return measured, verdict
@@ -504,6 +519,46 @@ class Lab:
   def force(self, folder: Path) -> Mapping[str, Any]:
     """Stock's verdict on the candidate's records in a folder."""
     return self._force(folder)
+
+  def _forced(
+    self, run: Path, base: paired.Subject, requests: Sequence[Request]
+  ) -> Mapping[str, Any]:
+    """Stock's verdict on the candidate's tokens, with stock's as the control.
+
+    Beside a champion there are none of stock's among the records. The
+    champion's own gaps as a control would allow the next candidate half as
+    much again, and so on: so stock decodes the same requests, untimed.
+
+    Args:
+      run: folder of the records.
+      base: what was measured as stock.
+      requests: of the session.
+    """
+    same_tree = base.tree.manifest == self.stock.tree.manifest
+    if same_tree and base.settings == self.stock.settings:
+      return self._force(run)
+    mine = [r for r in results.read_requests(run) if r["system"] == CANDIDATE]
+    answered = {r["request"] for r in mine}
+    wanted = [
+      r
+      for request in requests
+      for r in (request, process_blocks.again(request))
+      if r.id in answered
+    ]
+    beside = results.RunFolder(run / CONTROL)
+    try:
+      for record in mine:
+        beside.request(record)
+      self.generate(self.stock_system, STOCK, wanted, beside)
+    except EngineFault as e:
+      return {
+        "verdict": "inconclusive",
+        "reason": f"forcing failed: {e}",
+        "failed": True,
+      }
+    finally:
+      beside.close()
+    return self._force(run / CONTROL)
 
   def _draw(self) -> tuple[list[Request], list[Request], int]:
     """Requests in drawn order, each cut anew where it can be; those to warm up
