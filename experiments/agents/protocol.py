@@ -35,14 +35,15 @@ class Task:
     id: unique in a round, `factor/name`.
     factor: of the speed that it acts on: tau, kernel or overhead.
     option: a registered option; None leaves the way open.
-    bound: gain that the cost model allows at most, as a share.
+    bound: gain that the cost model allows at most, as a share; None where that
+      was not measured.
     champion: options of the system that proposals are made for.
   """
 
   id: str
   factor: str
   option: str | None
-  bound: float
+  bound: float | None
   champion: str = ""
 
   def as_dict(self) -> dict[str, Any]:

@@ -470,7 +470,7 @@ class Lab:
     drawn.sort(key=lambda request: request.id not in used)
     count = 2 * min(units, self._pairs)
     requests, warm_ups = drawn[:count], drawn[count : count + WARM_UPS]
-    self.ledger.screened(system.id, [r.id for r in (*requests, *warm_ups)])
+    self.ledger.screened(system.id, [r.id for r in requests])
     protected = tree.protected()
     measured = self._measure(
       candidate, requests, warm_ups, deadline, folder, base
@@ -562,12 +562,20 @@ class Lab:
 
   def _draw(self) -> tuple[list[Request], list[Request], int]:
     """Requests in drawn order, each cut anew where it can be; those to warm up
-    with; and how many of the first an earlier test has used."""
+    with; and how many of the first an earlier test or screening has used.
+
+    Fewer pairs, all of fresh requests, are taken where they are enough for a
+    decision.
+    """
     used = self.ledger.used_requests
     drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
     drawn = [fresh(request, used, self.rng) for request in drawn]
     drawn.sort(key=lambda request: request.id in used)
     count = 2 * self._pairs
+    new = sum(request.id not in used for request in drawn)
+    least = self.blocks + self.blocks % 2 or 2 * statistics.MIN_UNITS
+    if least <= new < count:
+      count = new - new % 2
     seen = sum(request.id in used for request in drawn[:count])
     return drawn[:count], drawn[count : count + WARM_UPS], seen
 

@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +38,8 @@ class World(Protocol):
   """What measures. All results are what JSON holds."""
 
   def factors(self, champion: System) -> dict[str, Any]:
-    """`tau`, `kernel` and `overhead`: what each could gain, as factors."""
+    """`tau`, `kernel` and `overhead`: what each could gain, as factors; None
+    where it was not measured."""
     ...
 
   def aa(self) -> dict[str, Any]:
@@ -190,7 +192,8 @@ class Round:
   def _tasks(self, factors: Mapping[str, Any], champion: System) -> list[Task]:
     found = []
     for factor, option in self._plan.directions:
-      bound = float(factors[factor]) - 1
+      known = factors[factor]
+      bound = None if known is None else float(known) - 1
       name = f"{factor}/{option or 'open'}"
       found.append(
         Task(
@@ -201,8 +204,9 @@ class Round:
           champion=champion["options"],
         )
       )
-    # The largest factor first; within it as the registry has them.
-    found.sort(key=lambda task: -task.bound)
+    # The largest factor first, then what was not measured; within a factor as
+    # the registry has them.
+    found.sort(key=lambda t: math.inf if t.bound is None else -t.bound)
     return found
 
   def _propose(self, task: Task) -> list[Proposal]:
@@ -232,7 +236,7 @@ class Round:
     """Phase 1: (gain, proposal) of what is worth a paired test."""
     worth = []
     for task in tasks:
-      if task.bound < GATE:
+      if task.bound is not None and task.bound < GATE:
         self._trial(task.id, None, "floor", f"at most {task.bound:+.1%}")
       else:
         worth.append(task)

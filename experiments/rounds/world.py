@@ -115,7 +115,7 @@ class LabWorld:
     (`acceptance`) times the floors of its own step over those of that tree's,
     since fewer nodes may pay too. `kernel` is its profiled step over its own
     floors, `overhead` its measured over its profiled step: their product is
-    the cost model's ceiling.
+    the cost model's ceiling. What was not measured is None.
     """
     s = self._settings
     count = len(list(self._folder.glob("profile*")))
@@ -162,10 +162,10 @@ class LabWorld:
       "kernel": mine["kernel_factor"],
       "overhead": mine["overhead_factor"],
     }
-    factors = {k: 1.0 if v is None else v for k, v in factors.items()}
+    known = {k: v for k, v in factors.items() if v is not None}
     return {
       **factors,
-      "largest": max(factors, key=lambda name: factors[name]),
+      "largest": max(known, key=lambda name: known[name]),
       "acceptance": tau,
       "of": "stock" if not own else own,
       "kernel_classes": classes,

@@ -29,7 +29,7 @@ def _settings(monkeypatch, tmp_path):
 
   def prompts(settings, model):
     del model
-    count = 35 if settings.split == "dev" else 36
+    count = 39 if settings.split == "dev" else 36
     made = standin.requests(count)
     return [
       dataclasses.replace(r.prompt, id=f"{settings.split}/{r.id}")

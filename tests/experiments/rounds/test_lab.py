@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,16 +42,18 @@ def test_tests_and_screens_draw_other_requests(lab, tmp_path, monkeypatch):
   monkeypatch.setattr(
     lab, "_measure",
     lambda candidate, requests, warm_ups, *args: looked.append(
-      {r.id for r in (*requests, *warm_ups)}
+      {r.id for r in requests}
     ) or Measured({}, fault=EngineFault(STOCK, "died", "")),
   )  # fmt: skip
   for factor in (2, 3, 4):
     lab.screen(faster(factor, ""), lab.stock_system, 2, None, math.inf)
-  assert len(looked[0]) == 2 * 2 + lab_lib.WARM_UPS
+  assert len(looked[0]) == 2 * 2
   assert looked[0] == looked[1] == looked[2] == lab.ledger.used_requests
   assert lab.ledger.familywise == 0
+  # Enough others are there for a decision, whatever cannot be cut anew.
   requests, _, seen = lab._draw()
-  assert sum(r.id in looked[0] for r in requests) == seen
+  assert not looked[0] & {r.id for r in requests} and seen == 0
+  assert 34 <= len(requests) <= 36
   again = type(lab.ledger)(lab.ledger.path.stem, lab.ledger.path.parent)
   assert again.used_requests == looked[0]
 
@@ -87,44 +90,40 @@ def test_the_control_is_stock_and_never_the_champion(
   assert {"champion": "1"} in [r["options"] for r in measured]
 
 
-def measured(units: int, **changes) -> Measured:
+def measured(
+  units: int, late: bool = False, dropped: int = 0, **changes: Any
+) -> Measured:
   seconds = np.ones((units, 2))
-  fields = {"late": False, "dropped": 0} | {
-    k: changes.pop(k) for k in ("late", "dropped") if k in changes
-  }
   return Measured(
     {STOCK: [], CANDIDATE: []},
-    times=session.Times(seconds, seconds, False, **fields),
+    times=session.Times(seconds, seconds, False, late, dropped),
     **changes,
   )
 
 
 def test_which_aa_sessions_count(lab, monkeypatch):
-  assert lab.units == 16
+  assert lab.units == 18
   for found, reason in (
     (
       Measured({}, fault=EngineFault(CANDIDATE, "died", "no memory")),
       "a process of stock: died: no memory",
     ),
     (measured(3, late=True), "time ran out"),
-    (measured(11, dropped=5), "throttled in 5 of 16 pairs"),
-    (measured(16, disturbed=True, slowed=0.4), "40.0% slower beside itself"),
+    (measured(13, dropped=5), "throttled in 5 of 18 pairs"),
+    (measured(18, disturbed=True, slowed=0.4), "40.0% slower beside itself"),
   ):
     monkeypatch.setattr(lab, "_measure", lambda *args, found=found: found)
     with pytest.raises(lab_lib.Unmeasured, match=f"A/A session: .*{reason}"):
       lab.aa_session(math.inf)
   assert len(lab.sessions) == 0
   # One throttled pair is no reason to lose the others.
-  monkeypatch.setattr(lab, "_measure", lambda *args: measured(15, dropped=1))
+  monkeypatch.setattr(lab, "_measure", lambda *args: measured(17, dropped=1))
   assert lab.aa_session(math.inf) == 0.0
   assert len(lab.sessions) == 1
 
 
 def test_aa_sessions_are_tried_again(tmp_path):
   answers = [None, 0.1, None, None, 0.2, None, None, None]
-
-  class Sessions(list):
-    pass
 
   def aa_session(deadline):
     mean = answers.pop(0)
@@ -133,8 +132,8 @@ def test_aa_sessions_are_tried_again(tmp_path):
     sessions.append(mean)
     return mean
 
-  sessions = Sessions()
-  lab = types.SimpleNamespace(sessions=sessions, aa_session=aa_session)
+  sessions: list[float] = []
+  lab: Any = types.SimpleNamespace(sessions=sessions, aa_session=aa_session)
   folder = results.RunFolder(tmp_path)
   assert paired_test.collect_aa(lab, 2, math.inf, folder) == 2
   with pytest.raises(lab_lib.Unmeasured):
@@ -175,7 +174,9 @@ def test_marks(settings, monkeypatch):
 def test_a_seal_that_stock_failed_is_no_verdict(
   settings, tmp_path, monkeypatch
 ):
-  system = {"options": "", "patch": faster(2, "").patch.decode()}
+  patch = faster(2, "").patch
+  assert patch is not None
+  system = {"options": "", "patch": patch.decode()}
   timed = {
     "kind": "ok", "verdict": "accept", "reason": "", "gain": 0.1, "bound": 0.1
   }  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 
 from experiments.agents.protocol import Limits, Proposal, Session
 from experiments.agents.replay import Replay
-from experiments.rounds import phases
+from experiments.rounds import phases, section
 from experiments.rounds.log import Budget, BudgetSpent, Log
 from specpilot_jax.errors import SpecPilotError
 from tests.experiments.rounds import scripted
@@ -320,6 +320,29 @@ def test_tuning_measures_against_its_own_champion(tmp_path):
     phases.mark(phases.STOCK),
     phases.mark({"options": "d=1", "patch": ""}),
   }
+
+
+def test_a_factor_that_was_not_measured(tmp_path):
+  """It is neither a floor nor 1: its directions are tried, last."""
+
+  class World(scripted.World):
+    def factors(self, champion):
+      return super().factors(champion) | {
+        "tau": None, "of": "stock", "largest": "kernel"
+      }  # fmt: skip
+
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, World(tmp_path / "paid"), [scripted.Proposer()], Budget(log),
+    scripted.plan(), tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert result["champion"]["options"] == "d=1,b=1"
+  told = [(d["factor"], d["bound"]) for d in result["directions"]]
+  assert [f for f, _ in told] == ["kernel", "overhead"] + 7 * ["tau"]
+  assert told[-1][1] is None
+  more = {"s_aa": None, "aa_means": [], "familywise": 0.0}
+  shown = section.lines({**result, "round": result | more})
+  assert shown[0].startswith("phase 0: tau not measured x kernel 1.200 x")
 
 
 def test_what_agents_may_not(tmp_path):

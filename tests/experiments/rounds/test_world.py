@@ -6,14 +6,17 @@ next round starts from it.
 """
 
 import dataclasses
+import pathlib
+import subprocess
 
 import numpy as np
 
+from experiments import results
 from experiments.agents.protocol import Proposal
 from experiments.agents.replay import Replay
 from experiments.controller import lab as lab_lib
 from experiments.controller import noise, session
-from experiments.rounds import phases
+from experiments.rounds import job, phases
 from experiments.rounds.log import Budget, Log
 from experiments.rounds.world import LabWorld, Sealed
 from tests.exploits import standin
@@ -34,6 +37,9 @@ SLOW = standin.change(
 PROTECTED = FAST.replace(
   standin.ENGINE.encode(), b"experiments/controller/worker.py"
 )
+
+
+FACTORS = LabWorld.factors
 
 
 def play(settings, folder, proposals, champion=phases.STOCK):
@@ -121,3 +127,48 @@ def test_used_texts_are_cut_anew():
     request, prompt=dataclasses.replace(request.prompt, chat=True)
   )
   assert lab_lib.fresh(chat, used, rng) == chat
+
+
+def test_a_round_is_taken_up_again_with_other_limits(settings):
+  def mark(flags=(), **changes):
+    told = job.RoundSettings(**changes)
+    changed = settings.flags | dict(flags)
+    return job.round_mark(
+      dataclasses.replace(settings, flags=changed), told, phases.STOCK
+    )
+
+  mine = mark()
+  assert mine == mark(
+    {"max_trials": "9", "max_usd": "2", "max_device_s": "1", "max_wall_s": "1"},
+    max_trials=9, max_usd=2.0, max_device_s=1.0,
+  )  # fmt: skip
+  assert mine == mark({"agent_workers": "3"}, workers=3)
+  assert mine != mark({"max_tokens": "9"})
+  assert mine != mark(screen_units=(3,))
+
+
+def test_factors_say_what_was_not_measured(settings, tmp_path, monkeypatch):
+  system = {
+    "kernel_factor": 1.5, "overhead_factor": None, "floor_step_us": 20.0
+  }  # fmt: skip
+  told = {
+    "cost_model": {
+      "tau_factor": 1.2,
+      "systems": {"stock": system},
+      "classes": {"matmul": {"measured_us": 30.0, "floor_us": 20.0}},
+    },
+    "systems": {"stock": {"acceptance_length": 3.0}},
+  }
+
+  def profile(command, **rest):
+    where = next(x for x in command if x.startswith("--output_dir="))
+    folder = pathlib.Path(where.partition("=")[2])
+    folder.mkdir()
+    (folder / results.RESULT).write_text("{}")
+
+  monkeypatch.setattr(subprocess, "run", profile)
+  monkeypatch.setattr(results, "read_result", lambda folder: told)
+  factors = FACTORS(LabWorld(settings, tmp_path, Sealed()), phases.STOCK)
+  assert factors["overhead"] is None
+  assert (factors["tau"], factors["kernel"]) == (1.2, 1.5)
+  assert factors["largest"] == "kernel"
