@@ -19,6 +19,7 @@ from experiments import benchmark, environment, results
 from experiments.console import say
 from experiments.controller import (
   checks,
+  draws,
   ledger,
   noise,
   paired,
@@ -42,14 +43,6 @@ WARM_UPS = 3
 AUTOTUNED = "autotuned.textproto"
 CONTROL = "control"
 """Folder of a run for stock's outputs, where it measured against another."""
-AA_SHARE = 0.75
-"""Of the units, that an A/A session has at least."""
-MIN_CUT = 16
-"""Tokens of the shortest text that is cut to make a new request."""
-
-
-class Unmeasured(SpecPilotError):
-  """An A/A session says nothing: the machine's doing, so it may be repeated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,18 +323,18 @@ class Lab:
     """Stock against stock with fresh processes; the mean log-ratio, kept.
 
     A session in which stock ran slower beside itself than alone is not kept,
-    nor is one of which the card's throttling left less than `AA_SHARE`.
+    nor is one of which the card's throttling left less than `noise.SHARE`.
 
     Raises:
-      Unmeasured: it is not kept; says why.
+      noise.Unmeasured: it is not kept; says why.
     """
     drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
     measured = self._measure(
       self.stock, drawn[WARM_UPS:], drawn[:WARM_UPS], deadline, None
     )
-    wrong = self._aa_fault(measured)
+    wrong = noise.fault(measured, self.units)
     if wrong is not None:
-      raise Unmeasured(f"A/A session: {wrong}")
+      raise noise.Unmeasured(f"A/A session: {wrong}")
     times = measured.times
     assert times is not None
     outputs = [
@@ -353,23 +346,6 @@ class Lab:
     mean = float(times.units.mean())
     self.sessions.add(mean, len(times.units))
     return mean
-
-  def _aa_fault(self, measured: paired.Measured) -> str | None:
-    """Why an A/A session does not count; None where it does."""
-    fault, times = measured.fault, measured.times
-    if fault is not None:  # Both of its engines are stock.
-      return f"a process of stock: {fault.kind}: {fault.reason}"
-    assert times is not None, "a session without a fault has times"
-    if times.late:
-      return "time ran out before its end"
-    if measured.disturbed:
-      return (
-        f"stock is {measured.slowed:.1%} slower beside itself than alone: the"
-        " machine was busy"
-      )
-    if len(times.stock) < max(2, AA_SHARE * self.units):
-      return f"the card was throttled in {times.dropped} of {self.units} pairs"
-    return None
 
   def test(
     self,
@@ -395,7 +371,10 @@ class Lab:
     _, review = self._tree(system.patch)
     candidate = self._subject(system)
     base = self.stock if against is None else self._subject(against)
-    requests, warm_ups, seen = self._draw()
+    used = self.ledger.used_requests
+    requests, warm_ups, seen = draws.for_test(
+      self.requests, used, self.rng, WARM_UPS, self.blocks
+    )
     protected = tree.protected()
     number = self.ledger.begin(system.id, [r.id for r in requests])
     trees = {
@@ -465,11 +444,10 @@ class Lab:
     left to tests. Tokens are forced where any output differs.
     """
     candidate, base = self._subject(system), self._subject(against)
-    used = self.ledger.used_requests
-    drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
-    drawn.sort(key=lambda request: request.id not in used)
-    count = 2 * min(units, self._pairs)
-    requests, warm_ups = drawn[:count], drawn[count : count + WARM_UPS]
+    requests, warm_ups = draws.for_screening(
+      self.requests, self.ledger.used_requests, self.rng, WARM_UPS,
+      2 * min(units, self._pairs),
+    )  # fmt: skip
     self.ledger.screened(system.id, [r.id for r in requests])
     protected = tree.protected()
     measured = self._measure(
@@ -560,25 +538,6 @@ class Lab:
       beside.close()
     return self._force(run / CONTROL)
 
-  def _draw(self) -> tuple[list[Request], list[Request], int]:
-    """Requests in drawn order, each cut anew where it can be; those to warm up
-    with; and how many of the first an earlier test or screening has used.
-
-    Fewer pairs, all of fresh requests, are taken where they are enough for a
-    decision.
-    """
-    used = self.ledger.used_requests
-    drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
-    drawn = [fresh(request, used, self.rng) for request in drawn]
-    drawn.sort(key=lambda request: request.id in used)
-    count = 2 * self._pairs
-    new = sum(request.id not in used for request in drawn)
-    least = self.blocks + self.blocks % 2 or 2 * statistics.MIN_UNITS
-    if least <= new < count:
-      count = new - new % 2
-    seen = sum(request.id in used for request in drawn[:count])
-    return drawn[:count], drawn[count : count + WARM_UPS], seen
-
   def _force(self, run: Path) -> Mapping[str, Any]:
     """Stock's verdict on the candidate's tokens, by a process of its own: the
     device's memory is free again when it ends."""
@@ -604,28 +563,6 @@ class Lab:
         "failed": True,
       }
     return results.read_result(where)["token_forcing"][CANDIDATE]
-
-
-def fresh(
-  request: Request, used: set[str], rng: np.random.Generator
-) -> Request:
-  """The request, or one that no test has used: its text cut at another place.
-
-  A text that is to be continued gives a new request for each of its
-  beginnings of at least half its length. A prompt in a chat template cannot be
-  cut.
-  """
-  ids = request.prompt_ids
-  if request.id not in used or request.prompt.chat or len(ids) < MIN_CUT:
-    return request
-  for size in rng.permutation(np.arange(len(ids) // 2, len(ids))):
-    name = f"{request.id}@{size}"
-    if name not in used:
-      prompt = dataclasses.replace(
-        request.prompt, id=name, token_ids=tuple(ids[: int(size)])
-      )
-      return dataclasses.replace(request, prompt=prompt)
-  return request
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments import benchmark, metrics, plan, report, results
 from experiments.console import say
-from experiments.controller import checks, paired, section, statistics
+from experiments.controller import checks, noise, paired, section, statistics
 from experiments.controller import lab as lab_lib
 from experiments.controller.checks import STOCK
 from experiments.controller.lab import Lab, System, Tested
@@ -155,13 +155,13 @@ def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> int:
   """Runs the A/A sessions that are missing; how many it ran.
 
   Raises:
-    lab_lib.Unmeasured: `AA_FAILURES` in a row could not be measured.
+    noise.Unmeasured: `AA_FAILURES` in a row could not be measured.
   """
   ran = failed = 0
   while len(lab.sessions) < wanted and time.monotonic() < deadline:
     try:
       mean = lab.aa_session(deadline)
-    except lab_lib.Unmeasured as e:
+    except noise.Unmeasured as e:
       failed += 1
       folder.event("aa_session_failed", reason=str(e))
       if failed == AA_FAILURES:

@@ -12,7 +12,7 @@ from typing import Any
 from experiments import plan as plan_lib
 from experiments import results
 from experiments.controller import lab as lab_lib
-from experiments.controller import paired, patches, statistics, tree
+from experiments.controller import noise, paired, patches, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.lab import Lab
 from experiments.controller.process import EngineFault
@@ -180,7 +180,7 @@ class LabWorld:
     if not reused:
       try:
         told["mean"] = lab.aa_session(math.inf)
-      except lab_lib.Unmeasured as e:
+      except noise.Unmeasured as e:
         told |= {"kind": "infra", "reason": str(e)}
     return told | {"sessions": len(lab.sessions), "reused": reused}
 

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from experiments import results
+from experiments.controller import (
+  draws,
+  noise,
+  paired_test,
+  sandbox,
+  session,
+  tree,
+)
 from experiments.controller import lab as lab_lib
-from experiments.controller import paired_test, sandbox, session, tree
 from experiments.controller.checks import CANDIDATE, STOCK
 from experiments.controller.lab import System
 from experiments.controller.paired import Measured
@@ -51,7 +58,9 @@ def test_tests_and_screens_draw_other_requests(lab, tmp_path, monkeypatch):
   assert looked[0] == looked[1] == looked[2] == lab.ledger.used_requests
   assert lab.ledger.familywise == 0
   # Enough others are there for a decision, whatever cannot be cut anew.
-  requests, _, seen = lab._draw()
+  requests, _, seen = draws.for_test(
+    lab.requests, lab.ledger.used_requests, lab.rng, lab_lib.WARM_UPS
+  )
   assert not looked[0] & {r.id for r in requests} and seen == 0
   assert 34 <= len(requests) <= 36
   again = type(lab.ledger)(lab.ledger.path.stem, lab.ledger.path.parent)
@@ -113,7 +122,7 @@ def test_which_aa_sessions_count(lab, monkeypatch):
     (measured(18, disturbed=True, slowed=0.4), "40.0% slower beside itself"),
   ):
     monkeypatch.setattr(lab, "_measure", lambda *args, found=found: found)
-    with pytest.raises(lab_lib.Unmeasured, match=f"A/A session: .*{reason}"):
+    with pytest.raises(noise.Unmeasured, match=f"A/A session: .*{reason}"):
       lab.aa_session(math.inf)
   assert len(lab.sessions) == 0
   # One throttled pair is no reason to lose the others.
@@ -128,7 +137,7 @@ def test_aa_sessions_are_tried_again(tmp_path):
   def aa_session(deadline):
     mean = answers.pop(0)
     if mean is None:
-      raise lab_lib.Unmeasured("A/A session: time ran out before its end")
+      raise noise.Unmeasured("A/A session: time ran out before its end")
     sessions.append(mean)
     return mean
 
@@ -136,7 +145,7 @@ def test_aa_sessions_are_tried_again(tmp_path):
   lab: Any = types.SimpleNamespace(sessions=sessions, aa_session=aa_session)
   folder = results.RunFolder(tmp_path)
   assert paired_test.collect_aa(lab, 2, math.inf, folder) == 2
-  with pytest.raises(lab_lib.Unmeasured):
+  with pytest.raises(noise.Unmeasured):
     paired_test.collect_aa(lab, 3, math.inf, folder)
   folder.close()
   assert sessions == [0.1, 0.2] and not answers
@@ -150,20 +159,20 @@ def test_marks(settings, monkeypatch):
     with lab_lib.open_lab(dataclasses.replace(settings, **changes)) as lab:
       return lab.sessions.path, lab.ledger.path
 
-  noise, tests = marks()
-  assert marks() == (noise, tests)
+  own, tests = marks()
+  assert marks() == (own, tests)
   sealed = marks(split="sealed")
-  assert sealed[0] != noise and sealed[1] == tests
+  assert sealed[0] != own and sealed[1] == tests
   with monkeypatch.context() as patch:
     patch.setattr(sandbox, "available", lambda: sandbox.Layers(0, False, None))
     bare = marks()
-    assert bare[0] not in (noise, sealed[0]) and bare[1] == tests
+    assert bare[0] not in (own, sealed[0]) and bare[1] == tests
   files = standin.base()
   other = files | {"specpilot_jax/other.py": b""}
   with monkeypatch.context() as patch:
     patch.setattr(tree, "read_base", lambda: other)
     changed = marks()
-    assert changed[0] != noise and changed[1] == tests
+    assert changed[0] != own and changed[1] == tests
   registry = "specpilot_jax/mechanisms/registry.py"
   half = files | {registry: files[registry].replace(b"float32", b"bfloat16")}
   with monkeypatch.context() as patch:

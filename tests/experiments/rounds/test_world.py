@@ -14,8 +14,7 @@ import numpy as np
 from experiments import results
 from experiments.agents.protocol import Proposal
 from experiments.agents.replay import Replay
-from experiments.controller import lab as lab_lib
-from experiments.controller import noise, session
+from experiments.controller import draws, noise, session
 from experiments.rounds import job, phases
 from experiments.rounds.log import Budget, Log
 from experiments.rounds.world import LabWorld, Sealed
@@ -112,11 +111,11 @@ def test_used_texts_are_cut_anew():
   rng = np.random.default_rng(0)
   (request,) = standin.requests(6)[5:]
   assert len(request.prompt_ids) == 33
-  assert lab_lib.fresh(request, set(), rng) == request
+  assert draws.fresh(request, set(), rng) == request
   used = {request.id}
   seen = set()
   for _ in range(16):
-    cut = lab_lib.fresh(request, used, rng)
+    cut = draws.fresh(request, used, rng)
     size = len(cut.prompt_ids)
     assert cut.id == f"{request.id}@{size}" and 16 <= size < 33
     assert list(cut.prompt_ids) == list(request.prompt_ids[:size])
@@ -126,7 +125,7 @@ def test_used_texts_are_cut_anew():
   chat = dataclasses.replace(
     request, prompt=dataclasses.replace(request.prompt, chat=True)
   )
-  assert lab_lib.fresh(chat, used, rng) == chat
+  assert draws.fresh(chat, used, rng) == chat
 
 
 def test_a_round_is_taken_up_again_with_other_limits(settings):
