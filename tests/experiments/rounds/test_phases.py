@@ -316,6 +316,7 @@ def test_tuning_measures_against_its_own_champion(tmp_path):
   ]  # fmt: skip
   b = Proposal(task="", options="b=1").id
   marks = {key.split("/")[2] for key in screened if key.split("/")[1] == b}
+  assert len(marks) == 2
   assert marks == {
     phases.mark(phases.STOCK),
     phases.mark({"options": "d=1", "patch": ""}),
