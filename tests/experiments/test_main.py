@@ -277,7 +277,7 @@ def test_recompilation_fails_loudly(place, command, monkeypatch, capsys):
 BAD = (
   (["--no_such_flag=1"], "no_such_flag"),
   (["stray"], "'stray'"),
-  (["--job=round"], "--job=round"),
+  (["--job=rounds"], "rounds"),
   (["--flagfile=absent.flags"], "absent.flags"),
   (["--prompts=HumanEval-163"], "HumanEval-163"),
   (["--prompts="], "prompts"),
