@@ -92,6 +92,10 @@ def define_controller_flags() -> Reader:
   agent_usd = flags.DEFINE_float(
     "agent_usd", None, "Money that an agent may spend on a task."
   )
+  workers = flags.DEFINE_integer(
+    "agent_workers", 1, "Tasks that agents work on side by side.",
+    lower_bound=1,
+  )  # fmt: skip
   max_trials = flags.DEFINE_integer(
     "max_trials", None, "Sessions of a round at most."
   )
@@ -132,6 +136,7 @@ def define_controller_flags() -> Reader:
       limits=Limits(
         seconds=agent_s.value, usd=agent_usd.value, proposals=per_task.value
       ),
+      workers=workers.value,
       max_trials=max_trials.value,
       max_device_s=max_device_s.value,
       max_usd=max_usd.value,

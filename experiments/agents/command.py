@@ -15,7 +15,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.agents.protocol import Limits, Proposal, Session, Task
+from experiments.agents.protocol import (
+  Limits,
+  Proposal,
+  Session,
+  Task,
+  number,
+)
 from specpilot_jax.errors import SpecPilotError
 
 MAX_TRANSCRIPT = 1 << 16
@@ -45,6 +51,7 @@ class Command:
   """
 
   name = "command"
+  paid = True
 
   def __init__(
     self,
@@ -75,11 +82,16 @@ class Command:
     said = _said(workspace / PROPOSAL)
     # Also what it committed, and files that are new.
     _git("-C", str(clone), "add", "--all")
-    patch = _git(
-      "-C", str(clone), "diff", "--cached", "--no-renames", "--no-color",
-      "--no-ext-diff", "--no-textconv", start,
-    )  # fmt: skip
+    try:
+      patch = _git(
+        "-C", str(clone), "diff", "--cached", "--no-renames", "--no-color",
+        "--no-ext-diff", "--no-textconv", start,
+      )  # fmt: skip
+    except SpecPilotError as e:
+      raise SpecPilotError(f"agent: its changes: {e}") from None
     usd = said.pop("usd", None)
+    if usd is not None:
+      usd = number(usd, f"agent: {PROPOSAL}: field 'usd'", least=0.0)
     fields = {
       name: said[name]
       for name in ("options", "hypothesis", "prediction")
@@ -91,7 +103,7 @@ class Command:
       proposals = (one,)
     return Session(
       proposals=proposals,
-      usd=float(usd) if isinstance(usd, int | float) else None,
+      usd=usd,
       transcript=transcript,
     )
 
@@ -146,8 +158,16 @@ def _git(*args: str) -> str:
     raise SpecPilotError(f"git: {e}") from None
   if done.returncode:
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    raise SpecPilotError(f"git {args[0]}: {lines[-1] if lines else 'failed'}")
-  return done.stdout.decode("utf-8", "surrogateescape")
+    raise SpecPilotError(f"{_name(args)}: {lines[-1] if lines else 'failed'}")
+  try:
+    return done.stdout.decode("utf-8")
+  except UnicodeDecodeError:
+    raise SpecPilotError(f"{_name(args)}: what it says is not UTF-8") from None
+
+
+def _name(args: Sequence[str]) -> str:
+  """The git command among its arguments, without the folder."""
+  return f"git {args[2] if args[0] == '-C' else args[0]}"
 
 
 def _said(path: Path) -> dict:
@@ -155,7 +175,7 @@ def _said(path: Path) -> dict:
     return {}
   try:
     said = json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     raise SpecPilotError(f"agent: {PROPOSAL} is not JSON") from None
   if not isinstance(said, dict):
     raise SpecPilotError(f"agent: {PROPOSAL} is no JSON object")

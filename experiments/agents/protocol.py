@@ -3,11 +3,28 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from specpilot_jax.errors import SpecPilotError
+
+
+def number(value: Any, what: str, least: float = -math.inf) -> float:
+  """A finite number that an agent said.
+
+  Raises:
+    SpecPilotError: it is none, or below `least`.
+  """
+  good = isinstance(value, int | float) and not isinstance(value, bool)
+  try:
+    if good and math.isfinite(value) and value >= least:
+      return float(value)
+  except OverflowError:  # A whole number that no float holds.
+    pass
+  bound = "" if least == -math.inf else f" of {least:g} or more"
+  raise SpecPilotError(f"{what} must be a finite number{bound}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,17 +35,16 @@ class Task:
     id: unique in a round, `factor/name`.
     factor: of the speed that it acts on: tau, kernel or overhead.
     option: a registered option; None leaves the way open.
-    bound: gain that the cost model allows at most, as a share.
+    bound: gain that the cost model allows at most, as a share; None where that
+      was not measured.
     champion: options of the system that proposals are made for.
-    feedback: what became of earlier proposals, coarsely, newest last.
   """
 
   id: str
   factor: str
   option: str | None
-  bound: float
+  bound: float | None
   champion: str = ""
-  feedback: tuple[str, ...] = ()
 
   def as_dict(self) -> dict[str, Any]:
     return dataclasses.asdict(self)
@@ -45,7 +61,6 @@ class Proposal:
     hypothesis: why it should be faster, one line.
     prediction: gain that the agent expects, as a share; None where it does not
       say.
-    depends_on: ids of proposals that it needs.
   """
 
   task: str
@@ -53,12 +68,11 @@ class Proposal:
   patch: str = ""
   hypothesis: str = ""
   prediction: float | None = None
-  depends_on: tuple[str, ...] = ()
 
   @property
   def id(self) -> str:
     """From content alone: the same proposal twice is one."""
-    text = json.dumps([self.options, self.patch, sorted(self.depends_on)])
+    text = json.dumps([self.options, self.patch])
     return "opt-" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
   def as_dict(self) -> dict[str, Any]:
@@ -78,11 +92,16 @@ class Proposal:
     for name in ("task", "options", "patch", "hypothesis"):
       if not isinstance(fields.get(name, ""), str):
         raise SpecPilotError(f"proposal: field {name!r} must be text")
-    prediction = fields.get("prediction")
-    if prediction is not None and not isinstance(prediction, int | float):
-      raise SpecPilotError("proposal: field 'prediction' must be a number")
+      try:
+        fields.get(name, "").encode()
+      except UnicodeEncodeError:
+        raise SpecPilotError(
+          f"proposal: field {name!r} must be UTF-8 text"
+        ) from None
     values = dict(fields)
-    values["depends_on"] = tuple(fields.get("depends_on", ()))
+    if fields.get("prediction") is not None:
+      told = "proposal: field 'prediction'"
+      values["prediction"] = number(fields["prediction"], told)
     return cls(**values)
 
 
@@ -124,9 +143,15 @@ class Session:
 
 
 class Agent(Protocol):
-  """Proposes candidates for a task."""
+  """Proposes candidates for a task.
+
+  Attributes:
+    name: in keys of the log.
+    paid: whether it may spend money.
+  """
 
   name: str
+  paid: bool
 
   def propose(self, task: Task, workspace: Path, limits: Limits) -> Session:
     """Proposals for a task.

@@ -17,6 +17,7 @@ class Replay:
   """
 
   name = "replay"
+  paid = False
 
   def __init__(self, recorded: Mapping[str, Sequence[Proposal]]):
     self._recorded = {task: tuple(p) for task, p in recorded.items()}

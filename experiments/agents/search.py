@@ -27,6 +27,7 @@ class Search:
   """
 
   name = "search"
+  paid = False
 
   def __init__(
     self,

@@ -19,6 +19,7 @@ from experiments import benchmark, environment, results
 from experiments.console import say
 from experiments.controller import (
   checks,
+  draws,
   ledger,
   noise,
   paired,
@@ -40,8 +41,8 @@ from specpilot_jax.mechanisms import registry
 WARM_UPS = 3
 """Requests kept for warming up; a drawn number of them is decoded."""
 AUTOTUNED = "autotuned.textproto"
-MIN_CUT = 16
-"""Tokens of the shortest text that is cut to make a new request."""
+CONTROL = "control"
+"""Folder of a run for stock's outputs, where it measured against another."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,10 +125,11 @@ class Lab:
       raise SpecPilotError(
         f"blocks must be at least {statistics.MIN_BLOCKS}, or 0, got {blocks}"
       )
-    if len(self.requests) < WARM_UPS + max(2, blocks):
+    least = max(2, blocks + blocks % 2)  # Pairs are taken, blocks dealt.
+    if len(self.requests) < WARM_UPS + least:
       raise SpecPilotError(
         f"a paired test needs {WARM_UPS} prompts to warm up and"
-        f" {max(2, blocks)} at least to measure, got {len(self.requests)}"
+        f" {least} at least to measure, got {len(self.requests)}"
       )
     readable, assets = [], {}
     for name in (settings.target, settings.drafter):
@@ -245,6 +247,7 @@ class Lab:
       "target": self.source.config.name,
       "weights": self.weights_sha256,
       "drafter": s.drafter,
+      "dtype": self.machine["dtype"],
       "kernels": self.machine["kernels"],
       "prefill_chunk": s.prefill_chunk,
       "max_seq_len": self.room,
@@ -252,10 +255,20 @@ class Lab:
       "prompts": list(s.prompt_sets),
       "batch": 1,
     }
+    # The noise is that of this code, these requests and these processes.
+    launched = {
+      "tree": self.stock.tree.manifest.root_hash,
+      "split": s.split,
+      "chat": self.requests[0].prompt.chat,
+      "isolation": dataclasses.asdict(self.layers),
+      "autotuned": results.sha256(self.bench.autotuned)
+      if self.bench.autotuned is not None
+      else None,
+    }
     card = {k: self.environment[k] for k in ("cpu", "cores", "driver")}
     self.sessions = noise.Sessions(
       noise.fingerprint(
-        self.deployment_mark,
+        {**self.deployment_mark, **launched},
         {**self.machine, **card},
         f"one device, S C C S, {self._pairs} pairs, {self.blocks} blocks",
       )
@@ -309,19 +322,21 @@ class Lab:
   def aa_session(self, deadline: float) -> float:
     """Stock against stock with fresh processes; the mean log-ratio, kept.
 
+    A session in which stock ran slower beside itself than alone is not kept,
+    nor is one of which the card's throttling left less than `noise.SHARE`.
+
     Raises:
-      SpecPilotError: it could not be measured to its end.
+      noise.Unmeasured: it is not kept; says why.
     """
     drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
     measured = self._measure(
       self.stock, drawn[WARM_UPS:], drawn[:WARM_UPS], deadline, None
     )
-    if measured.fault is not None:
-      raise SpecPilotError(f"A/A session: {measured.fault}")
+    wrong = noise.fault(measured, self.units)
+    if wrong is not None:
+      raise noise.Unmeasured(f"A/A session: {wrong}")
     times = measured.times
     assert times is not None
-    if times.late or len(times.stock) < self.units:
-      raise SpecPilotError("A/A session: time ran out before its end")
     outputs = [
       {r["request"]: r["output_ids"] for r in measured.records[name]}
       for name in (STOCK, CANDIDATE)
@@ -356,7 +371,10 @@ class Lab:
     _, review = self._tree(system.patch)
     candidate = self._subject(system)
     base = self.stock if against is None else self._subject(against)
-    requests, warm_ups, seen = self._draw()
+    used = self.ledger.used_requests
+    requests, warm_ups, seen = draws.for_test(
+      self.requests, used, self.rng, WARM_UPS, self.blocks
+    )
     protected = tree.protected()
     number = self.ledger.begin(system.id, [r.id for r in requests])
     trees = {
@@ -373,7 +391,7 @@ class Lab:
     forced: dict[str, Any] = {}
 
     def force(records: checks.Records) -> Mapping[str, Any]:
-      forced.update(self._force(folder.path))
+      forced.update(self._forced(folder.path, base, requests))
       return forced
 
     verdict = self._judge(measured, [base, candidate], protected, force)
@@ -398,9 +416,7 @@ class Lab:
     try:
       paired.check_trees(subjects, protected)
     except EngineFault as e:
-      return paired.Verdict(
-        verdict=paired.REFUSED, check=e.kind, reason=e.reason
-      )
+      return paired.blame(e)
     return paired.judge(
       measured,
       config=self.source.config,
@@ -421,19 +437,19 @@ class Lab:
   ) -> tuple[paired.Measured, paired.Verdict]:
     """A short session of development requests: no look that counts.
 
-    Tokens are forced where any output differs.
+    What survives it was chosen by its requests, so no test takes them for
+    fresh. Requests that are used already come first, and the more of them are
+    left to tests. Tokens are forced where any output differs.
     """
     candidate, base = self._subject(system), self._subject(against)
-    drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
-    count = min(units, self._pairs)
+    requests, warm_ups = draws.for_screening(
+      self.requests, self.ledger.used_requests, self.rng, WARM_UPS,
+      2 * min(units, self._pairs),
+    )  # fmt: skip
+    self.ledger.screened(system.id, [r.id for r in requests])
     protected = tree.protected()
     measured = self._measure(
-      candidate,
-      drawn[WARM_UPS : WARM_UPS + 2 * count],
-      drawn[:WARM_UPS],
-      deadline,
-      folder,
-      base,
+      candidate, requests, warm_ups, deadline, folder, base
     )
 
     def force(records: checks.Records) -> Mapping[str, Any]:
@@ -443,7 +459,7 @@ class Lab:
       ]
       if outputs[0] == outputs[1]:
         return {"verdict": "pass", "reason": "all outputs are stock's"}
-      return self._force(folder.path)
+      return self._forced(folder.path, base, requests)
 
     verdict = self._judge(measured, [base, candidate], protected, force)
     return measured, verdict
@@ -470,22 +486,55 @@ class Lab:
         answer = engine.generate(
           request.prompt_ids, request.sampling, self.source.config.valid_vocab
         )
-        folder.request(checks.record(name, request, answer, subject.record))
+        try:
+          line = checks.record(name, request, answer, subject.record)
+        except SpecPilotError as e:
+          raise EngineFault(name, "frames", str(e)) from None
+        folder.request(line)
 
   def force(self, folder: Path) -> Mapping[str, Any]:
     """Stock's verdict on the candidate's records in a folder."""
     return self._force(folder)
 
-  def _draw(self) -> tuple[list[Request], list[Request], int]:
-    """Requests in drawn order, each cut anew where it can be; those to warm up
-    with; and how many of the first an earlier test has used."""
-    used = self.ledger.used_requests
-    drawn = [self.requests[i] for i in self.rng.permutation(len(self.requests))]
-    drawn = [fresh(request, used, self.rng) for request in drawn]
-    drawn.sort(key=lambda request: request.id in used)
-    count = 2 * self._pairs
-    seen = sum(request.id in used for request in drawn[:count])
-    return drawn[:count], drawn[count : count + WARM_UPS], seen
+  def _forced(
+    self, run: Path, base: paired.Subject, requests: Sequence[Request]
+  ) -> Mapping[str, Any]:
+    """Stock's verdict on the candidate's tokens, with stock's as the control.
+
+    Beside a champion there are none of stock's among the records. The
+    champion's own gaps as a control would allow the next candidate half as
+    much again, and so on: so stock decodes the same requests, untimed.
+
+    Args:
+      run: folder of the records.
+      base: what was measured as stock.
+      requests: of the session.
+    """
+    same_tree = base.tree.manifest == self.stock.tree.manifest
+    if same_tree and base.settings == self.stock.settings:
+      return self._force(run)
+    mine = [r for r in results.read_requests(run) if r["system"] == CANDIDATE]
+    answered = {r["request"] for r in mine}
+    wanted = [
+      r
+      for request in requests
+      for r in (request, process_blocks.again(request))
+      if r.id in answered
+    ]
+    beside = results.RunFolder(run / CONTROL)
+    try:
+      for record in mine:
+        beside.request(record)
+      self.generate(self.stock_system, STOCK, wanted, beside)
+    except EngineFault as e:
+      return {
+        "verdict": "inconclusive",
+        "reason": f"forcing failed: {e}",
+        "failed": True,
+      }
+    finally:
+      beside.close()
+    return self._force(run / CONTROL)
 
   def _force(self, run: Path) -> Mapping[str, Any]:
     """Stock's verdict on the candidate's tokens, by a process of its own: the
@@ -506,30 +555,12 @@ class Lab:
     )
     if done.returncode not in (0, 1) or not (where / results.RESULT).exists():
       last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-      return {"verdict": "inconclusive", "reason": f"forcing failed: {last}"}
+      return {
+        "verdict": "inconclusive",
+        "reason": f"forcing failed: {last}",
+        "failed": True,
+      }
     return results.read_result(where)["token_forcing"][CANDIDATE]
-
-
-def fresh(
-  request: Request, used: set[str], rng: np.random.Generator
-) -> Request:
-  """The request, or one that no test has used: its text cut at another place.
-
-  A text that is to be continued gives a new request for each of its
-  beginnings of at least half its length. A prompt in a chat template cannot be
-  cut.
-  """
-  ids = request.prompt_ids
-  if request.id not in used or request.prompt.chat or len(ids) < MIN_CUT:
-    return request
-  for size in rng.permutation(np.arange(len(ids) // 2, len(ids))):
-    name = f"{request.id}@{size}"
-    if name not in used:
-      prompt = dataclasses.replace(
-        request.prompt, id=name, token_ids=tuple(ids[: int(size)])
-      )
-      return dataclasses.replace(request, prompt=prompt)
-  return request
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 Every line that begins a test spends its level, whatever comes of it: a run that
 was broken off looked all the same. `familywise` of the lines so far is the
-chance that at least one null candidate among them passed its bound.
+chance that at least one null candidate among them passed its bound. Screenings
+spend no level; their requests are used all the same.
 
 Processes may share a ledger: each reads and writes it under a lock. A last line
 without an end was being written when its process died, before anything was
@@ -23,7 +24,7 @@ from experiments.controller import statistics
 from specpilot_jax import paths
 from specpilot_jax.errors import SpecPilotError
 
-BEGUN, ENDED = "begun", "ended"
+BEGUN, ENDED, SCREENED = "begun", "ended", "screened"
 
 
 class Ledger:
@@ -54,8 +55,13 @@ class Ledger:
 
   @property
   def used_requests(self) -> set[str]:
-    """Requests that earlier tests looked at."""
-    return {request for line in self.begun for request in line["requests"]}
+    """Requests that earlier tests or screenings looked at."""
+    return {
+      request
+      for line in self._lines
+      if line["state"] in (BEGUN, SCREENED)
+      for request in line["requests"]
+    }
 
   def begin(
     self,
@@ -83,6 +89,27 @@ class Ledger:
         },
       )
     return number
+
+  def screened(self, candidate: str, requests: Iterable[str]) -> None:
+    """Records what a screening looked at: it spends no level, but what was
+    chosen by these requests must not be tested with them.
+
+    Args:
+      candidate: digest of the candidate.
+      requests: ids of its requests; those that are used already add nothing.
+    """
+    with self._locked() as file:
+      new = sorted(set(requests) - self.used_requests)
+      if new:
+        self._append(
+          file,
+          {
+            "state": SCREENED,
+            "candidate": candidate,
+            "requests": new,
+            "time": time.time(),
+          },
+        )
 
   def end(self, test: int, outcome: Mapping[str, Any]) -> None:
     """Records what came of a test.
@@ -133,6 +160,8 @@ class Ledger:
         line = json.loads(text)
         if line["state"] == BEGUN:
           float(line["alpha"]), list(line["requests"]), int(line["test"])
+        elif line["state"] == SCREENED:
+          list(line["requests"])
         elif line["state"] != ENDED:
           raise ValueError
       except (ValueError, KeyError, TypeError):

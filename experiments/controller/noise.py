@@ -16,11 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from experiments import results
-from experiments.controller import statistics
+from experiments.controller import paired, statistics
 from specpilot_jax import paths
 from specpilot_jax.errors import SpecPilotError
 
 SCHEMA = 1
+SHARE = 0.75
+"""Of the units, that an A/A session has at least."""
+
+
+class Unmeasured(SpecPilotError):
+  """An A/A session says nothing: the machine's doing, so it may be repeated."""
 
 
 def fingerprint(
@@ -47,6 +53,28 @@ def digest(value: Any) -> str:
     results.to_json(value), sort_keys=True, separators=(",", ":")
   )
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fault(measured: paired.Measured, units: int) -> str | None:
+  """Why an A/A session does not count; None where it does.
+
+  Args:
+    units: that it was to have.
+  """
+  broken, times = measured.fault, measured.times
+  if broken is not None:  # Both of its engines are stock.
+    return f"a process of stock: {broken.kind}: {broken.reason}"
+  assert times is not None, "a session without a fault has times"
+  if times.late:
+    return "time ran out before its end"
+  if measured.disturbed:
+    return (
+      f"stock is {measured.slowed:.1%} slower beside itself than alone: the"
+      " machine was busy"
+    )
+  if len(times.stock) < max(2, SHARE * units):
+    return f"the card was throttled in {times.dropped} of {units} pairs"
+  return None
 
 
 class Sessions:

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments import benchmark, metrics, plan, report, results
 from experiments.console import say
-from experiments.controller import checks, paired, section, statistics
+from experiments.controller import checks, noise, paired, section, statistics
 from experiments.controller import lab as lab_lib
 from experiments.controller.checks import STOCK
 from experiments.controller.lab import Lab, System, Tested
@@ -26,6 +26,8 @@ SAME = (
   "prefill_chunk",
 )  # fmt: skip
 """Fields in which candidate and stock must not differ: they are the work."""
+AA_FAILURES = 3
+"""A/A sessions in a row that failed: the machine is not fit for more."""
 
 
 def system_of(
@@ -150,11 +152,23 @@ def trial(tested: Tested, system: System) -> dict[str, Any]:
 
 
 def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> int:
-  """Runs the A/A sessions that are missing; how many it ran."""
-  ran = 0
+  """Runs the A/A sessions that are missing; how many it ran.
+
+  Raises:
+    noise.Unmeasured: `AA_FAILURES` in a row could not be measured.
+  """
+  ran = failed = 0
   while len(lab.sessions) < wanted and time.monotonic() < deadline:
-    mean = lab.aa_session(deadline)
-    ran += 1
+    try:
+      mean = lab.aa_session(deadline)
+    except noise.Unmeasured as e:
+      failed += 1
+      folder.event("aa_session_failed", reason=str(e))
+      if failed == AA_FAILURES:
+        raise
+      say(f"{e}; once more")
+      continue
+    ran, failed = ran + 1, 0
     folder.event("aa_session", mean=mean, sessions=len(lab.sessions))
     say(
       f"A/A session {len(lab.sessions)} of {wanted}: mean"

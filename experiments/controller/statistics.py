@@ -42,8 +42,6 @@ MIN_SESSIONS = 5
 """A/A sessions without which there is no s_AA; `WANTED_SESSIONS` are asked."""
 WANTED_SESSIONS = 8
 SKEW, SKEW_UNITS, TRIM = -1.0, 64, 0.1
-ASYMMETRY = 0.02
-"""Mean difference of two devices that is worth a look."""
 
 ACCEPT, REJECT, INCONCLUSIVE = "accept", "reject", "inconclusive"
 

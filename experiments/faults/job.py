@@ -69,7 +69,8 @@ class Forcer:
 
 
 def run(settings: Settings, names: Sequence[str], short: int, long: int) -> int:
-  """Runs the job; 1 where a fault was missed or a no-op was refused.
+  """Runs the job; 1 where a fault was missed, a no-op was refused, or an
+  injection was broken.
 
   Args:
     names: faults; none for all.
@@ -128,7 +129,7 @@ def _rows(lab: Lab, fault: Fault, requests, stock, vocab, force):
   began = time.monotonic()
   for part, members in requests.items():
     try:
-      launch = lab.bench.launch(CANDIDATE, subject)
+      launch = lab.bench.launch(CANDIDATE, subject, keeps=True)
       mine: Any = matrix.decode(
         launch, CANDIDATE, members, vocab, lab.stock.record
       )
@@ -147,7 +148,8 @@ def _rows(lab: Lab, fault: Fault, requests, stock, vocab, force):
       )
     )
   seen = "; ".join(
-    f"{row.part}: {', '.join(row.caught) or 'nothing'}" for row in rows
+    f"{row.part}: {row.broken or ', '.join(row.caught) or 'nothing'}"
+    for row in rows
   )
   say(f"{fault.id}: {seen} ({time.monotonic() - began:.0f} s)")
   return rows
@@ -190,7 +192,4 @@ def _finish(lab, settings, faults, left, rows, started) -> int:
   for note in result["notes"]:
     say(f"note: {note}")
   say(f"report: {written}")
-  bad = ("missed", "false alarm")
-  return int(
-    any(v["verdict"] in bad for v in result["faults"]["verdicts"].values())
-  )
+  return matrix.status(told)

@@ -8,7 +8,9 @@ measures, and long ones beyond 2,048 tokens. The checks are the controller's:
 - `forcing`: stock scores the tokens;
 - `tau`: the acceptance length is not stock's (an alarm, not a proof).
 
-A fault is *caught* where one of the first three refuses it. Where the outputs
+A fault is *caught* where one of the first three refuses it. An engine that dies
+before its first answer shows nothing of the kind: its injection is *broken*,
+since no check of outputs came to see any. Where the outputs
 are stock's own, token for token, nothing is there to catch: the matrix then
 says how rare a change such a number of tokens would have missed.
 """
@@ -33,9 +35,16 @@ outputs from identical drafts have identical ones."""
 MISSED = 0.05
 """Chance with which a change of the stated rate would have been missed."""
 
+BAD = ("missed", "false alarm", "broken")
+"""Verdicts with which the job fails."""
+
 Records = Sequence[Mapping[str, Any]]
 Force = Callable[[Records, Records], Mapping[str, Any]]
 """Stock's verdict on the second records, controlled by the first."""
+
+
+class Broken(EngineFault):
+  """A faulty engine that never answered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +57,7 @@ class Row:
     caught: by check, the reason; only checks that saw something.
     identical, outputs: outputs that are stock's, of all.
     tokens: that were checked where the fault acts.
+    broken: why the engine never answered; None where it did.
   """
 
   fault: str
@@ -56,6 +66,7 @@ class Row:
   identical: int
   outputs: int
   tokens: int
+  broken: str | None = None
 
   @property
   def proved(self) -> bool:
@@ -82,13 +93,20 @@ def decode(
   """Records of an engine's answers.
 
   Raises:
-    EngineFault: of the process.
+    EngineFault: of the process; `Broken` where it failed before its first
+      answer, other than by breaking a rule with it.
   """
-  records = []
-  with EngineProcess(launch) as engine:
-    for request in requests:
-      answer = engine.generate(request.prompt_ids, request.sampling, vocab)
-      records.append(checks.record(name, request, answer, extra))
+  records, ready = [], False
+  try:
+    with EngineProcess(launch) as engine:
+      ready = True
+      for request in requests:
+        answer = engine.generate(request.prompt_ids, request.sampling, vocab)
+        records.append(checks.record(name, request, answer, extra))
+  except EngineFault as e:
+    if not ready or (not records and e.kind in ("error", "died")):
+      raise Broken(e.engine, e.kind, e.reason) from None
+    raise
   return records
 
 
@@ -111,6 +129,9 @@ def judge(
     force: token forcing.
     late: token from which late faults act.
   """
+  if isinstance(mine, Broken):
+    reason = f"{mine.kind}: {mine.reason}"
+    return Row(fault.id, part, {}, 0, len(stock), 0, reason)
   if isinstance(mine, EngineFault):
     told = {"process": f"{mine.kind}: {mine.reason}"}
     return Row(fault.id, part, told, 0, len(stock), 0)
@@ -149,12 +170,15 @@ def verdicts(
   rows: Sequence[Row], faults: Sequence[Fault]
 ) -> dict[str, tuple[str, str]]:
   """(verdict, why) by fault: `caught`, `passes` (harmless ones), `below` (its
-  outputs are stock's, with the bound), `missed`, `false alarm`."""
+  outputs are stock's, with the bound), `missed`, `false alarm`, `broken`."""
   found = {}
   for fault in faults:
     mine = [row for row in rows if row.fault == fault.id]
     seen = [row for row in mine if row.proved]
-    if fault.harmless:
+    broken = [row.broken for row in mine if row.broken is not None]
+    if broken:
+      found[fault.id] = ("broken", f"never answered: {broken[0]}")
+    elif fault.harmless:
       found[fault.id] = (
         ("false alarm", _first(seen[0])) if seen else ("passes", "no check")
       )
@@ -173,6 +197,11 @@ def verdicts(
       else:
         found[fault.id] = ("missed", "outputs differ and no check says so")
   return found
+
+
+def status(told: Mapping[str, tuple[str, str]]) -> int:
+  """Exit status for `verdicts`: 1 where any is of `BAD`."""
+  return int(any(verdict in BAD for verdict, _ in told.values()))
 
 
 def _first(row: Row) -> str:

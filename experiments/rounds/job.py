@@ -24,6 +24,9 @@ from specpilot_jax.errors import SpecPilotError
 
 LOG = "round.jsonl"
 AGENTS = ("search", "replay", "command")
+LIMITS = ("max_wall_s", "max_trials", "max_device_s", "max_usd")
+UNMARKED = (*LIMITS, "agent_workers", "workers")
+"""Flags and settings that may differ when a round is taken up again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class RoundSettings:
     aa_sessions: that the gate needs.
     screen_units: of each stage of screening.
     limits: of an agent per task.
+    workers: tasks that agents work on side by side.
     max_trials, max_device_s, max_usd: of the whole round; None for any.
     sealed: the last test.
   """
@@ -49,6 +53,7 @@ class RoundSettings:
   aa_sessions: int = 8
   screen_units: tuple[int, ...] = (2, 4)
   limits: Limits = Limits()
+  workers: int = 1
   max_trials: int | None = None
   max_device_s: float | None = None
   max_usd: float | None = None
@@ -121,7 +126,7 @@ class _Patient:
   """An agent that is not asked about tasks of others."""
 
   def __init__(self, agent: Agent):
-    self._agent, self.name = agent, agent.name
+    self._agent, self.name, self.paid = agent, agent.name, agent.paid
 
   def propose(self, task: Task, workspace: Path, limits: Limits) -> Session:
     agent = self._agent
@@ -130,6 +135,18 @@ class _Patient:
     if isinstance(agent, Command) and task.option is not None:
       return Session(proposals=())
     return agent.propose(task, workspace, limits)
+
+
+def round_mark(
+  settings: Settings, told: RoundSettings, start: Mapping[str, str]
+) -> str:
+  """Of what a round is: flags, code and champion, but not how far it goes."""
+  same = {k: v for k, v in settings.flags.items() if k not in UNMARKED}
+  asked = {
+    k: str(v) for k, v in dataclasses.asdict(told).items() if k not in UNMARKED
+  }
+  code = tree.manifest_of(tree.read_base()).root_hash
+  return noise.digest([same, asked, dict(start), code])
 
 
 def run(settings: Settings, told: RoundSettings) -> int:
@@ -143,18 +160,7 @@ def run(settings: Settings, told: RoundSettings) -> int:
   started = time.monotonic()
   start = _champion(told)
   agents = _agents(settings, told)
-  mark = noise.digest(
-    [
-      {k: v for k, v in settings.flags.items() if k != "max_wall_s"},
-      {
-        k: str(v)
-        for k, v in dataclasses.asdict(told).items()
-        if not k.startswith("max_")
-      },
-      start,
-      tree.manifest_of(tree.read_base()).root_hash,
-    ]
-  )
+  mark = round_mark(settings, told, start)
   name = settings.target.replace("/", "_").replace(":", "_").strip("_")
   folder = settings.output_dir or benchmark.default_folder(f"round-{name}")
   _check_folder(folder, mark)
@@ -175,6 +181,7 @@ def run(settings: Settings, told: RoundSettings) -> int:
     screen_units=told.screen_units,
     limits=told.limits,
     champion=start,
+    workers=told.workers,
   )
   budget = Budget(
     log,
@@ -230,6 +237,7 @@ def _told(result: Any) -> str:
     k: round(v, 4) if isinstance(v, float) else v
     for k, v in result.items()
     if k in ("tau", "kernel", "overhead", "mean", "gain", "kind", "reason")
+    and v != ""
   }
   return ", ".join(f"{k} {v}" for k, v in shown.items())
 

@@ -16,6 +16,8 @@ from typing import Any
 from specpilot_jax.errors import SpecPilotError
 
 BEGUN, DONE, NOTE = "begun", "done", "note"
+PROPOSE = "propose/"
+"""Of the keys of agents' work, which takes no device."""
 
 
 class Log:
@@ -66,7 +68,8 @@ class Log:
     Args:
       key: of the work, the same in every resumption.
       work: returns what JSON can hold.
-      cost: what it may spend, written before it begins; see `spent`.
+      cost: what it may spend, written before it begins; see `spent`. A result
+        with a field of that name tells what it did spend, in the end.
     """
     if key in self._results:
       return self._results[key]
@@ -89,16 +92,34 @@ class Log:
     self._append({"event": NOTE, "kind": kind, **fields})
 
   def spent(self, what: str) -> float:
-    """Of all work begun so far, lost work included."""
-    return sum(
-      (line.get("cost") or {}).get(what, 0.0)
-      for line in self._lines
-      if line["event"] == BEGUN
-    )
+    """Of all work begun so far, lost work included.
 
-  def seconds(self) -> float:
-    """Wall time of work that has ended."""
-    return sum(x["seconds"] for x in self._lines if x["event"] == DONE)
+    What was written before is spent, or what the result tells, if that is
+    more.
+    """
+    total, reserved = 0.0, {}
+    for line in self._lines:
+      if line["event"] == BEGUN and what in (line.get("cost") or {}):
+        reserved[line["key"]] = line["cost"][what]
+        total += line["cost"][what]
+      elif line["event"] == DONE and line["key"] in reserved:
+        result = line["result"]
+        told = result.get(what) if isinstance(result, dict) else None
+        total += max(0.0, (told or 0.0) - reserved[line["key"]])
+    return total
+
+  def seconds(self, besides: str | None = None) -> float:
+    """Wall time of work that has ended.
+
+    Args:
+      besides: work whose key begins so is left out.
+    """
+    return sum(
+      x["seconds"]
+      for x in self._lines
+      if x["event"] == DONE
+      and not (besides is not None and x["key"].startswith(besides))
+    )
 
   def close(self) -> None:
     self._file.close()
@@ -148,8 +169,9 @@ class Budget:
   Args:
     log: what has been spent.
     trials: paired tests and screenings at most; None for any.
-    device_s: seconds of work in all slices together.
-    usd: money of agents.
+    device_s: seconds of work in all slices together, agents' left out.
+    usd: money of agents: of each, what was reserved for it or what it said to
+      have spent, the larger.
     deadline: of `time.monotonic()`, of this slice.
     faults: so many failures of the machine in a row end it.
   """
@@ -169,14 +191,22 @@ class Budget:
     self._device_s, self._deadline, self._faults = device_s, deadline, faults
     self._in_a_row = 0
 
-  def check(self) -> None:
-    """Raises BudgetSpent, naming the limit."""
+  def check(self, cost: Mapping[str, float]) -> None:
+    """Raises BudgetSpent, naming the limit.
+
+    Args:
+      cost: what the work may spend; limits of other things do not stop it.
+    """
     if time.monotonic() > self._deadline:
       raise BudgetSpent("the time of this slice")
     for name, limit in self._limits.items():
-      if limit is not None and self._log.spent(name) >= limit:
+      if limit is None or name not in cost:
+        continue
+      spent = self._log.spent(name)
+      if spent >= limit or spent + cost[name] > limit:
         raise BudgetSpent(f"{name}: {limit:g}")
-    if self._device_s is not None and self._log.seconds() >= self._device_s:
+    worked = self._log.seconds(besides=PROPOSE)
+    if self._device_s is not None and worked >= self._device_s:
       raise BudgetSpent(f"seconds of work: {self._device_s:g}")
     if self._in_a_row >= self._faults:
       raise BudgetSpent(f"{self._faults} failures of the machine in a row")

@@ -7,7 +7,9 @@ in another round that is replayed.
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +22,7 @@ from experiments.agents.protocol import (
   cut,
   join,
 )
-from experiments.rounds.log import Budget, Log
+from experiments.rounds.log import PROPOSE, Budget, Log
 from specpilot_jax.errors import SpecPilotError
 
 GATE = 0.03
@@ -36,11 +38,12 @@ class World(Protocol):
   """What measures. All results are what JSON holds."""
 
   def factors(self, champion: System) -> dict[str, Any]:
-    """`tau`, `kernel` and `overhead`: what each could gain, as factors."""
+    """`tau`, `kernel` and `overhead`: what each could gain, as factors; None
+    where it was not measured."""
     ...
 
   def aa(self) -> dict[str, Any]:
-    """One A/A session: `mean`."""
+    """One A/A session: `kind`, `reason`, `mean`."""
     ...
 
   def check(self, system: System) -> str | None:
@@ -61,8 +64,8 @@ class World(Protocol):
     ...
 
   def seal(self, system: System) -> dict[str, Any]:
-    """The sealed test against stock: `verdict`, `reason`, `speedup_vs_stock`,
-    `lcb`, `tokens_forced`."""
+    """The sealed test against stock: `kind`, `verdict`, `reason`,
+    `speedup_vs_stock`, `lcb`, `tokens_forced`."""
     ...
 
 
@@ -86,6 +89,13 @@ class Plan:
   limits: Limits = Limits()
   champion: System = dataclasses.field(default_factory=lambda: dict(STOCK))
   workers: int = 1
+
+
+def mark(system: System) -> str:
+  """Of a system in keys of the log: what was measured against one champion
+  says nothing of another."""
+  text = json.dumps([system["options"], system["patch"]])
+  return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def coarse(gain: float | None) -> str:
@@ -130,17 +140,20 @@ class Round:
 
   def _do(self, key: str, work, **cost: float) -> Any:
     if key not in self._log:
-      self._budget.check()
+      self._budget.check(cost)
     return self._log.do(key, work, cost=cost)
 
-  def _measured(self, key: str, work) -> dict[str, Any]:
+  def _measured(self, key: str, work, trials: int = 1) -> dict[str, Any]:
     """Work on a machine that may fail: done once more where it does."""
-    result = self._do(key, work, trials=1)
-    for again in range(1, 3):
-      self._budget.tell(failed=result["kind"] == "infra")
-      if result["kind"] != "infra" or again == 2:
+    result: dict[str, Any] = {}
+    for name in (key, f"{key}/again"):
+      replayed = name in self._log
+      result = self._do(name, work, trials=trials)
+      failed = result["kind"] == "infra"
+      if not replayed:  # What failed in an earlier slice ends no later one.
+        self._budget.tell(failed=failed)
+      if not failed:
         break
-      result = self._do(f"{key}/again", work, trials=1)
     return result
 
   def run(self) -> dict[str, Any]:
@@ -152,7 +165,7 @@ class Round:
     start = dict(self._plan.champion)
     factors = self._do("factors", lambda: self._world.factors(start))
     for i in range(self._plan.aa_sessions):
-      self._do(f"aa/{i}", self._world.aa)
+      self._measured(f"aa/{i}", self._world.aa, trials=0)
     tasks = self._tasks(factors, start)
     validated = self._explore(tasks, start)
     champion, accepted = self._integrate(validated, start)
@@ -161,7 +174,9 @@ class Round:
     accepted += tuned
     sealed = None
     if champion != start:
-      sealed = self._do("seal", lambda: self._world.seal(champion), trials=1)
+      sealed = self._measured(
+        f"seal/{mark(champion)}", lambda: self._world.seal(champion)
+      )
     promoted = sealed is not None and sealed["verdict"] == "accept"
     result = {
       "factors": factors,
@@ -177,7 +192,8 @@ class Round:
   def _tasks(self, factors: Mapping[str, Any], champion: System) -> list[Task]:
     found = []
     for factor, option in self._plan.directions:
-      bound = float(factors[factor]) - 1
+      known = factors[factor]
+      bound = None if known is None else float(known) - 1
       name = f"{factor}/{option or 'open'}"
       found.append(
         Task(
@@ -188,15 +204,16 @@ class Round:
           champion=champion["options"],
         )
       )
-    # The largest factor first; within it as the registry has them.
-    found.sort(key=lambda task: -task.bound)
+    # The largest factor first, then what was not measured; within a factor as
+    # the registry has them.
+    found.sort(key=lambda t: math.inf if t.bound is None else -t.bound)
     return found
 
   def _propose(self, task: Task) -> list[Proposal]:
     """What all agents say, kept before anything is done with it."""
     proposals: dict[str, Proposal] = {}
     for agent in self._agents:
-      key = f"propose/{task.id}/{agent.name}"
+      key = f"{PROPOSE}{task.id}/{agent.name}"
 
       def ask(agent=agent, key=key) -> dict[str, Any]:
         attempt = len(list(self._workspace.glob("*")))
@@ -208,8 +225,8 @@ class Round:
           return {"proposals": [], "usd": None, "transcript": f"error: {e}"}
         return cut(session, task, self._plan.limits).as_dict()
 
-      usd = self._plan.limits.usd or 0.0
-      session = self._do(key, ask, usd=usd)
+      cost = {"usd": self._plan.limits.usd or 0.0} if agent.paid else {}
+      session = self._do(key, ask, **cost)
       for fields in session["proposals"]:
         proposal = Proposal.from_dict(fields)
         proposals.setdefault(proposal.id, proposal)
@@ -219,7 +236,7 @@ class Round:
     """Phase 1: (gain, proposal) of what is worth a paired test."""
     worth = []
     for task in tasks:
-      if task.bound < GATE:
+      if task.bound is not None and task.bound < GATE:
         self._trial(task.id, None, "floor", f"at most {task.bound:+.1%}")
       else:
         worth.append(task)
@@ -238,13 +255,14 @@ class Round:
     return best
 
   def _screen(self, proposal: Proposal, start: System) -> float | None:
+    place = f"{proposal.id}/{mark(start)}"
     system = {
       "options": join([start["options"], proposal.options]),
       "patch": proposal.patch,
     }
     if start["patch"]:
       merged = self._do(
-        f"merge/{proposal.id}",
+        f"merge/{place}",
         lambda: self._world.merge(start, proposal.patch),
       )
       if "conflict" in merged:
@@ -252,14 +270,14 @@ class Round:
           proposal.task, proposal, "conflict", merged["conflict"]
         )
       system["patch"] = merged["patch"]
-    wrong = self._do(f"check/{proposal.id}", lambda: self._world.check(system))
+    wrong = self._do(f"check/{place}", lambda: self._world.check(system))
     if wrong is not None:
       return self._trial(proposal.task, proposal, "refused", wrong)
     if proposal.patch:
       # With its option off a patched tree is stock.
       off = {"options": start["options"], "patch": system["patch"]}
       result = self._measured(
-        f"off/{proposal.id}", lambda: self._world.screen(off, start, 1)
+        f"off/{place}", lambda: self._world.screen(off, start, 1)
       )
       wrong = _not_stock(result)
       if wrong is not None:
@@ -267,7 +285,7 @@ class Round:
     gain = None
     for stage, units in enumerate(self._plan.screen_units):
       result = self._measured(
-        f"screen/{proposal.id}/{stage}",
+        f"screen/{place}/{stage}",
         lambda units=units: self._world.screen(system, start, units),
       )
       if result["kind"] != "ok":
@@ -314,16 +332,16 @@ class Round:
     """Phase 2: greedy, largest gain first, each step a paired test."""
     champion, accepted = dict(start), []
     for _, proposal in validated:
-      changed, verdict = self._stack(proposal, champion, accepted)
+      changed, verdict = self._stack(proposal, champion)
       if verdict:
         champion = changed
         accepted.append(proposal.id)
     return champion, accepted
 
   def _stack(
-    self, proposal: Proposal, champion: System, accepted: Sequence[str]
+    self, proposal: Proposal, champion: System
   ) -> tuple[dict[str, str], bool]:
-    step = f"{proposal.id}/{len(accepted)}"
+    step = f"{proposal.id}/{mark(champion)}"
     merged = self._do(
       f"stack/{step}", lambda: self._world.merge(champion, proposal.patch)
     )
@@ -348,15 +366,15 @@ class Round:
     return system, result["verdict"] == "accept"
 
   def _verdict(self, proposal, verdict, reason, result=None) -> None:
-    for trial in self._trials:
-      if trial["id"] == proposal.id:
-        trial |= {"verdict": verdict, "reason": reason}
-        if result:
-          trial |= {
-            "measured": result.get("gain"),
-            "lcb": result.get("bound"),
-            "s_aa": result.get("s_aa"),
-          }
+    # The newest: a proposal may be tried again on another champion.
+    trial = next(t for t in reversed(self._trials) if t["id"] == proposal.id)
+    trial |= {"verdict": verdict, "reason": reason}
+    if result:
+      trial |= {
+        "measured": result.get("gain"),
+        "lcb": result.get("bound"),
+        "s_aa": result.get("s_aa"),
+      }
 
   def _tune(
     self, kernels: Sequence[Task], champion: dict[str, str], factors
@@ -382,7 +400,7 @@ class Round:
         gain = self._screen(proposal, champion)
         if gain is None:
           continue
-        changed, verdict = self._stack(proposal, champion, ["tune", *found])
+        changed, verdict = self._stack(proposal, champion)
         if verdict:
           champion = changed
           found.append(proposal.id)

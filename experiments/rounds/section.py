@@ -28,10 +28,11 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def lines(result: Mapping[str, Any]) -> list[str]:
   """What the console says of a finished round."""
   f = result["round"]["factors"]
-  out = [
-    f"phase 0: tau {f['tau']:.3f} x kernel {f['kernel']:.3f} x overhead"
-    f" {f['overhead']:.3f} of {f['of']}; largest: {f['largest']}"
-  ]
+  told = " x ".join(
+    f"{name} {'not measured' if f[name] is None else format(f[name], '.3f')}"
+    for name in ("tau", "kernel", "overhead")
+  )
+  out = [f"phase 0: {told} of {f['of']}; largest: {f['largest']}"]
   out.append(table(HEADER, _rows(result)))
   for t in result["trials"]:
     out.append(f"{t['option'] or t['task']}: {t['verdict']}: {t['reason']}")

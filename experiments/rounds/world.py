@@ -12,7 +12,7 @@ from typing import Any
 from experiments import plan as plan_lib
 from experiments import results
 from experiments.controller import lab as lab_lib
-from experiments.controller import paired, patches, statistics, tree
+from experiments.controller import noise, paired, patches, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.lab import Lab
 from experiments.controller.process import EngineFault
@@ -42,14 +42,13 @@ class Sealed:
 
 
 class LabWorld:
-  """Measures systems of one deployment.
+  """Measures systems of one deployment; each session runs to its end.
 
   Args:
     settings: of the run.
     folder: of the run; every session has one below it.
     sealed: the last test.
     aa_sessions: that are enough; those of earlier runs count.
-    deadline: of `time.monotonic()`.
   """
 
   def __init__(
@@ -59,10 +58,9 @@ class LabWorld:
     sealed: Sealed,
     *,
     aa_sessions: int = statistics.WANTED_SESSIONS,
-    deadline: float = math.inf,
   ):
     self._settings, self._folder = settings, folder
-    self._sealed, self._deadline = sealed, deadline
+    self._sealed = sealed
     self._aa_sessions = aa_sessions
     self._labs: dict[str, Lab] = {}
     self._stack = contextlib.ExitStack()
@@ -117,7 +115,7 @@ class LabWorld:
     (`acceptance`) times the floors of its own step over those of that tree's,
     since fewer nodes may pay too. `kernel` is its profiled step over its own
     floors, `overhead` its measured over its profiled step: their product is
-    the cost model's ceiling.
+    the cost model's ceiling. What was not measured is None.
     """
     s = self._settings
     count = len(list(self._folder.glob("profile*")))
@@ -164,10 +162,10 @@ class LabWorld:
       "kernel": mine["kernel_factor"],
       "overhead": mine["overhead_factor"],
     }
-    factors = {k: 1.0 if v is None else v for k, v in factors.items()}
+    known = {k: v for k, v in factors.items() if v is not None}
     return {
       **factors,
-      "largest": max(factors, key=lambda name: factors[name]),
+      "largest": max(known, key=lambda name: known[name]),
       "acceptance": tau,
       "of": "stock" if not own else own,
       "kernel_classes": classes,
@@ -176,11 +174,15 @@ class LabWorld:
 
   def aa(self) -> dict[str, Any]:
     lab = self.lab()
+    told: dict[str, Any] = {"kind": "ok", "reason": "", "mean": None}
     # Sessions of earlier runs of this deployment count.
-    if len(lab.sessions) >= self._aa_sessions:
-      return {"mean": None, "sessions": len(lab.sessions), "reused": True}
-    mean = lab.aa_session(self._deadline)
-    return {"mean": mean, "sessions": len(lab.sessions), "reused": False}
+    reused = len(lab.sessions) >= self._aa_sessions
+    if not reused:
+      try:
+        told["mean"] = lab.aa_session(math.inf)
+      except noise.Unmeasured as e:
+        told |= {"kind": "infra", "reason": str(e)}
+    return told | {"sessions": len(lab.sessions), "reused": reused}
 
   def check(self, system: System) -> str | None:
     try:
@@ -209,9 +211,8 @@ class LabWorld:
     folder = self._place("screen", system)
     try:
       measured, verdict = self.lab().screen(
-        self._system(system), self._system(against), units, folder,
-        self._deadline,
-      )  # fmt: skip
+        self._system(system), self._system(against), units, folder, math.inf
+      )
     except patches.PatchError as e:
       return {"kind": "refused", "reason": str(e)}
     finally:
@@ -246,7 +247,7 @@ class LabWorld:
     folder = self._place(kind, system)
     try:
       tested = lab.test(
-        self._system(system), folder, self._deadline, self._system(against)
+        self._system(system), folder, math.inf, self._system(against)
       )
     except patches.PatchError as e:
       return {"kind": "refused", "verdict": paired.REFUSED, "reason": str(e)}
@@ -297,8 +298,11 @@ class LabWorld:
       )  # fmt: skip
       reason = f"outputs of {self._sealed.long_tokens}: {forced['reason']}"
     gain = timed["gain"]
+    kind = timed["kind"]
+    if forced.get("failed") and timed["verdict"] == statistics.ACCEPT:
+      kind = "infra"
     return {
-      "kind": timed["kind"],
+      "kind": kind,
       "verdict": verdict,
       "reason": reason,
       "speedup_vs_stock": None if gain is None else 1 + gain,
@@ -317,8 +321,13 @@ class LabWorld:
       for name, which in ((STOCK, stock), (CANDIDATE, system)):
         lab.generate(self._system(which), name, requests, folder)
     except EngineFault as e:
-      verdict = "fail" if e.engine == CANDIDATE else "inconclusive"
-      return {"verdict": verdict, "reason": str(e), "tokens": 0}
+      mine = e.engine == CANDIDATE
+      return {
+        "verdict": "fail" if mine else "inconclusive",
+        "reason": str(e),
+        "tokens": 0,
+        "failed": not mine,  # Stock's failure says nothing of the candidate.
+      }
     finally:
       folder.close()
     records = results.read_requests(folder.path)

@@ -103,6 +103,8 @@ def test_a_patch_goes_through_everything(files, monkeypatch, capsys):
   ("more", "reason"),
   [
     (("--num_prompts=4", "--set=num_drafts=3"), "at least"),
+    # Pairs are dealt to blocks: of five requests, the fifth has none.
+    (("--blocks=5", "--set=num_drafts=3"), "6 at least to measure, got 8"),
     ((), "nothing to test"),
     (("--notoken_forcing", "--set=num_drafts=3"), "cannot be off"),
     (("--patch=/not/there",), "--patch /not/there"),

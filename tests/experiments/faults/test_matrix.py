@@ -37,7 +37,23 @@ CODE = {
     "engine.Engine.stream = fewer"
   ),
   "clock": "import time\nreal = time.perf_counter\ntime.perf_counter = lambda: real() / 10",  # fmt: skip # noqa: E501
-  "dies": "raise SystemExit(3)",
+  "broken": "engine.no_such_function",
+  "broken_later": (
+    "def broken(self, prompt, sampling):\n"
+    "  raise TypeError('an unexpected argument')\n"
+    "  yield\n"
+    "engine.Engine.stream = broken"
+  ),
+  "dies": (
+    "real = engine.Engine.stream\n"
+    "calls = []\n"
+    "def dies(self, prompt, sampling):\n"
+    "  calls.append(1)\n"
+    "  if len(calls) > 1:\n"
+    "    raise SystemExit(3)\n"
+    "  yield from real(self, prompt, sampling)\n"
+    "engine.Engine.stream = dies"
+  ),
   "drafts": (
     "real = engine.Engine.stream\n"
     "def alone(self, prompt, sampling):\n"
@@ -59,6 +75,8 @@ FAULTS = {
   "late_but_rare": Fault(name="late_but_rare", says="", late=True),
   "early": Fault(name="early", says=""),
   "clock": Fault(name="clock", says="", harmless=True),
+  "broken": Fault(name="broken", says="", harmless=True),
+  "broken_later": Fault(name="broken_later", says=""),
   "dies": Fault(name="dies", says=""),
   "drafts": Fault(name="drafts", says="", harmless=True),
 }
@@ -122,12 +140,19 @@ def test_verdicts(rows):
     "late_but_rare": "below",
     "early": "caught",
     "clock": "passes",
+    "broken": "broken",
+    "broken_later": "broken",
     "dies": "caught",
     "drafts": "passes",
   }
   assert "forcing: r0: token" in told["late"][1]
   assert "endings" in told["early"][1]
-  assert "process: died" in told["dies"][1]
+  assert "short: process: died" in told["dies"][1]
+  assert "no_such_function" in told["broken"][1]
+  assert "an unexpected argument" in told["broken_later"][1]
+  good = {k: v for k, v in told.items() if not k.startswith("broken")}
+  assert matrix.status(good) == 0
+  assert matrix.status(good | {"broken": told["broken"]}) == 1
 
 
 def test_the_late_one_is_seen_by_long_outputs_alone(rows):

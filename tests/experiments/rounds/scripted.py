@@ -11,6 +11,7 @@ import json
 import pathlib
 import sys
 import time
+from typing import Any
 
 from experiments.agents.protocol import Limits, Proposal, Session, Task, cut
 from experiments.rounds import phases
@@ -41,14 +42,14 @@ class World:
   def _gain(self, options: str) -> float:
     return sum(self.gains.get(part, 0.0) for part in options.split(","))
 
-  def factors(self, champion):
+  def factors(self, champion) -> dict[str, Any]:
     self._pay("factors")
     done = self._gain(champion["options"])
     return {"tau": 1.5 - done / 2, "kernel": 1.2, "overhead": 1.01}
 
-  def aa(self):
+  def aa(self) -> dict[str, Any]:
     self._pay("aa")
-    return {"mean": 0.001}
+    return {"kind": "ok", "reason": "", "mean": 0.001}
 
   def check(self, system):
     parts = system["options"].split(",")
@@ -63,7 +64,7 @@ class World:
       return {"conflict": "x.py: both patches change the same place"}
     return {"patch": champion["patch"] or patch}
 
-  def screen(self, system, against, units):
+  def screen(self, system, against, units) -> dict[str, Any]:
     self._pay(f"screen {system['options']} {units}")
     if "f=1" in system["options"].split(","):
       return {"kind": "refused", "reason": "token 3 is not the target's"}
@@ -77,7 +78,7 @@ class World:
       "outputs": 4,
     }
 
-  def test(self, system, against):
+  def test(self, system, against) -> dict[str, Any]:
     self._pay(f"test {system['options']}")
     gain = self._gain(system["options"]) - self._gain(against["options"])
     return {
@@ -88,7 +89,7 @@ class World:
       "bound": gain - 0.005,
     }
 
-  def seal(self, system):
+  def seal(self, system) -> dict[str, Any]:
     self._pay("seal")
     gain = self._gain(system["options"])
     return {
@@ -105,6 +106,7 @@ class Proposer:
   """One value of the option of a task; two for b; a patch for g."""
 
   name = "scripted"
+  paid = False
 
   def propose(self, task: Task, workspace, limits: Limits) -> Session:
     if task.option is None:

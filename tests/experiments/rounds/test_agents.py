@@ -134,11 +134,30 @@ def test_a_program_that_takes_too_long_is_killed_with_its_children(
 
 @pytest.mark.parametrize(
   ("said", "reason"),
-  [("{", "not JSON"), ("[]", "no JSON object"), ('{"options": 1}', "text")],
+  [
+    ("{", "not JSON"),
+    ("[]", "no JSON object"),
+    ('{"options": 1}', "text"),
+    ('{"options": "\\ud800"}', "UTF-8"),
+    ('{"prediction": NaN}', "'prediction' must be a finite number"),
+    ('{"prediction": 1e999}', "'prediction' must be a finite number"),
+    (f'{{"prediction": 1{400 * "0"}}}', "'prediction' must be a finite"),
+    ('{"usd": NaN}', "'usd' must be a finite number of 0 or more"),
+    ('{"usd": -1}', "'usd' must be a finite number of 0 or more"),
+    ('{"usd": true}', "'usd' must be a finite number of 0 or more"),
+  ],
 )
 def test_a_program_that_says_nonsense(base, tmp_path, said, reason):
   code = f"open('../PROPOSAL.json', 'w').write({said!r})\nopen('a', 'w')\n"
   with pytest.raises(SpecPilotError, match=reason):
+    Command(program(tmp_path, code), base).propose(
+      task(), _new(tmp_path), Limits()
+    )
+
+
+def test_changes_that_are_not_text(base, tmp_path):
+  code = f"open({FILE!r}, 'wb').write(b'caf\\xe9\\n')\n"
+  with pytest.raises(SpecPilotError, match="changes: git diff: .* not UTF-8"):
     Command(program(tmp_path, code), base).propose(
       task(), _new(tmp_path), Limits()
     )

@@ -13,7 +13,7 @@ import pytest
 
 from experiments.agents.protocol import Limits, Proposal, Session
 from experiments.agents.replay import Replay
-from experiments.rounds import phases
+from experiments.rounds import phases, section
 from experiments.rounds.log import Budget, BudgetSpent, Log
 from specpilot_jax.errors import SpecPilotError
 from tests.experiments.rounds import scripted
@@ -118,7 +118,8 @@ def test_replayed_proposals(tmp_path):
     ("{}", ":1: not a proposal"),
     ('{"task": "t", "surprise": 1}', "unknown field 'surprise'"),
     ('{"task": "t", "patch": 1}', "'patch' must be text"),
-    ('{"task": "t", "prediction": "x"}', "'prediction' must be a number"),
+    ('{"task": "t", "prediction": "x"}', "'prediction' must be a finite"),
+    ('{"task": "t", "prediction": NaN}', "must be a finite number"),
   ],
 )
 def test_a_damaged_recording(tmp_path, line, reason):
@@ -157,6 +158,22 @@ def test_failures_of_the_machine(tmp_path, failures):
   assert found["a=1"] == ("small" if failures == 1 else "infra")
 
 
+def test_failures_of_an_earlier_slice_do_not_end_a_later_one(tmp_path):
+  log = Log(tmp_path / "events.jsonl")
+
+  def go(failures):
+    return phases.Round(
+      log, Moody(tmp_path / "paid", failures), [scripted.Proposer()],
+      Budget(log), scripted.plan(), tmp_path / "agents",
+    ).run()  # fmt: skip
+
+  with pytest.raises(BudgetSpent, match="in a row"):
+    go(100)
+  found = verdicts(go(0))
+  assert found["a=1"] == "infra"  # Measured twice: that is its verdict.
+  assert found["d=1"] == "accept"
+
+
 def test_budgets(tmp_path):
   log = Log(tmp_path / "events.jsonl")
 
@@ -176,11 +193,165 @@ def test_budgets(tmp_path):
   assert go(trials=100)["champion"]["options"] == "d=1,b=1"
 
 
+class Paid(scripted.Proposer):
+  """Spends more than is reserved for it."""
+
+  paid = True
+
+  def __init__(self, usd):
+    self._usd = usd
+
+  def propose(self, task, workspace, limits):
+    session = super().propose(task, workspace, limits)
+    return dataclasses.replace(session, usd=self._usd)
+
+
+@pytest.mark.parametrize(
+  ("usd", "reserved", "asked"),
+  [(0.5, None, 4), (0.1, 0.5, 4), (2.5, 0.5, 1), (None, 1.0, 2)],
+)
+def test_money(tmp_path, usd, reserved, asked):
+  """What was said or reserved counts, the larger; and the limit binds."""
+  log = Log(tmp_path / "events.jsonl")
+  work = phases.Round(
+    log, scripted.World(tmp_path / "paid"), [Paid(usd)], Budget(log, usd=2.0),
+    scripted.plan(limits=Limits(usd=reserved)), tmp_path / "agents",
+  )  # fmt: skip
+  with pytest.raises(BudgetSpent, match="usd: 2"):
+    work.run()
+  keys = [x["key"] for x in log if x["event"] == "done"]
+  assert sum(key.startswith("propose/") for key in keys) == asked
+  assert log.spent("usd") == pytest.approx(asked * max(usd or 0, reserved or 0))
+
+
+def test_search_costs_nothing(tmp_path):
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, scripted.World(tmp_path / "paid"), [scripted.Proposer()],
+    Budget(log, usd=0.0), scripted.plan(limits=Limits(usd=1.0)),
+    tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert result["champion"]["options"] == "d=1,b=1"
+  assert log.spent("usd") == 0
+
+
+def test_agents_take_no_device(tmp_path):
+  ticks = iter(range(0, 10_000, 10))
+  log = Log(tmp_path / "events.jsonl", clock=lambda: float(next(ticks)))
+  log.do("propose/tau/a/x", lambda: 1)
+  Budget(log, device_s=1.0).check({})
+  log.do("screen/x", lambda: 1)
+  with pytest.raises(BudgetSpent, match="seconds of work"):
+    Budget(log, device_s=1.0).check({})
+
+
+class Failing(scripted.World):
+  """The first measurement of one kind fails."""
+
+  def __init__(self, paid, kind):
+    super().__init__(paid)
+    self.kind = kind
+
+  def _once(self, kind):
+    if self.kind != kind:
+      return None
+    self.kind = ""
+    return {"kind": "infra", "reason": "stock died", "verdict": "invalid"}
+
+  def aa(self):
+    return self._once("aa") or super().aa()
+
+  def seal(self, system):
+    return self._once("seal") or super().seal(system)
+
+
+@pytest.mark.parametrize("kind", ["aa", "seal"])
+def test_what_the_machine_failed_is_measured_again(tmp_path, whole, kind):
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, Failing(tmp_path / "paid", kind), [scripted.Proposer()], Budget(log),
+    scripted.plan(), tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert result == whole
+  done = [x["key"] for x in log if x["event"] == "done"]
+  again = [key for key in done if key.endswith("/again")]
+  assert len(again) == 1 and again[0].startswith(kind)
+
+
+def test_tuning_measures_against_its_own_champion(tmp_path):
+  """The same proposal, once in phase 2 and once on the champion of phase 2:
+  another measurement."""
+
+  class World(scripted.World):
+    def factors(self, champion):
+      told = {"kernel_classes": {"matmul": 3.0}}
+      return super().factors(champion) | told
+
+    def test(self, system, against):
+      result = super().test(system, against)
+      if system["options"] != "d=1":
+        result["verdict"] = "reject"
+      return result
+
+  class Proposer(scripted.Proposer):
+    def propose(self, task, workspace, limits):
+      if task.option is None and "tiles" in task.id:
+        made = (Proposal(task=task.id, options="b=1"),)
+        return Session(proposals=made)
+      return super().propose(task, workspace, limits)
+
+  log = Log(tmp_path / "events.jsonl")
+  plan = scripted.plan(
+    directions=(("tau", "b"), ("tau", "d"), ("kernel", None))
+  )
+  result = phases.Round(
+    log, World(tmp_path / "paid"), [Proposer()], Budget(log), plan,
+    tmp_path / "agents",
+  ).run()  # fmt: skip
+  tasks = [t["task"] for t in result["trials"] if t["option"] == "b=1"]
+  assert tasks == ["tau/b", "kernel/tiles/matmul"]
+  screened = [
+    x["key"] for x in log
+    if x["event"] == "done" and x["key"].startswith("screen/")
+  ]  # fmt: skip
+  b = Proposal(task="", options="b=1").id
+  marks = {key.split("/")[2] for key in screened if key.split("/")[1] == b}
+  assert len(marks) == 2
+  assert marks == {
+    phases.mark(phases.STOCK),
+    phases.mark({"options": "d=1", "patch": ""}),
+  }
+
+
+def test_a_factor_that_was_not_measured(tmp_path):
+  """It is neither a floor nor 1: its directions are tried, last."""
+
+  class World(scripted.World):
+    def factors(self, champion):
+      return super().factors(champion) | {
+        "tau": None, "of": "stock", "largest": "kernel"
+      }  # fmt: skip
+
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, World(tmp_path / "paid"), [scripted.Proposer()], Budget(log),
+    scripted.plan(), tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert result["champion"]["options"] == "d=1,b=1"
+  told = [(d["factor"], d["bound"]) for d in result["directions"]]
+  assert [f for f, _ in told] == ["kernel", "overhead"] + 7 * ["tau"]
+  assert told[-1][1] is None
+  more = {"s_aa": None, "aa_means": [], "familywise": 0.0}
+  shown = section.lines({**result, "round": result | more})
+  assert shown[0].startswith("phase 0: tau not measured x kernel 1.200 x")
+
+
 def test_what_agents_may_not(tmp_path):
   """More than their number, nothing at all, another one's task."""
 
   class Eager:
     name = "eager"
+    paid = False
 
     def propose(self, task, workspace, limits):
       one = Proposal(task="other", options="a=1")

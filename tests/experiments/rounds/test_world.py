@@ -6,23 +6,18 @@ next round starts from it.
 """
 
 import dataclasses
-import types
+import pathlib
+import subprocess
 
 import numpy as np
-import pytest
 
-from experiments import benchmark, results
+from experiments import results
 from experiments.agents.protocol import Proposal
 from experiments.agents.replay import Replay
-from experiments.controller import lab as lab_lib
-from experiments.controller import noise, session, tree
-from experiments.rounds import phases
+from experiments.controller import draws, noise, session
+from experiments.rounds import job, phases
 from experiments.rounds.log import Budget, Log
 from experiments.rounds.world import LabWorld, Sealed
-from pallas_kernels.dispatch import REFERENCE
-from specpilot_jax import loading
-from specpilot_jax.decoding.sampling import SamplingParams
-from tests.experiments import test_settings
 from tests.exploits import standin
 
 PASS = "    time.sleep(STEP_S)\n    tokens = []\n"
@@ -43,55 +38,7 @@ PROTECTED = FAST.replace(
 )
 
 
-@pytest.fixture(name="settings")
-def _settings(monkeypatch, tmp_path):
-  """Settings of the stand-in, and a lab that takes it for the engine."""
-  monkeypatch.setenv("SPECPILOT_DATA", str(tmp_path / "data"))
-  source = types.SimpleNamespace(
-    config=standin.config(),
-    tokenizer=None,
-    checkpoint=types.SimpleNamespace(notes=()),
-  )
-  monkeypatch.setattr(loading, "open_target", lambda name: source)
-
-  def prompts(settings, model):
-    del model
-    count = 35 if settings.split == "dev" else 36
-    made = standin.requests(count)
-    return [
-      dataclasses.replace(r.prompt, id=f"{settings.split}/{r.id}")
-      for r in made[: settings.num_prompts]
-    ]
-
-  monkeypatch.setattr(benchmark, "load_requests", prompts)
-  monkeypatch.setattr(tree, "read_base", lambda root=tree.ROOT: standin.base())
-
-  def force(self, run):
-    del self
-    records: dict[str, list] = {}
-    for record in results.read_requests(run):
-      records.setdefault(record["system"], []).append(record)
-    return standin.judge(records)
-
-  monkeypatch.setattr(lab_lib.Lab, "_force", force)
-  monkeypatch.setattr(
-    LabWorld,
-    "factors",
-    lambda self, champion: {"tau": 1.5, "kernel": 1.4, "overhead": 1.0},
-  )
-  return dataclasses.replace(
-    test_settings.shipped("cpu_smoke.flags"),
-    target="zoo",
-    drafter="dflash",
-    systems=("ar", "stock"),
-    options=None,
-    num_prompts=None,
-    split="dev",
-    dtype="float32",
-    kernels=REFERENCE,
-    sampling=SamplingParams(max_tokens=12, ignore_eos=True),
-    flags={"kernels": "reference"},
-  )
+FACTORS = LabWorld.factors
 
 
 def play(settings, folder, proposals, champion=phases.STOCK):
@@ -164,11 +111,11 @@ def test_used_texts_are_cut_anew():
   rng = np.random.default_rng(0)
   (request,) = standin.requests(6)[5:]
   assert len(request.prompt_ids) == 33
-  assert lab_lib.fresh(request, set(), rng) == request
+  assert draws.fresh(request, set(), rng) == request
   used = {request.id}
   seen = set()
   for _ in range(16):
-    cut = lab_lib.fresh(request, used, rng)
+    cut = draws.fresh(request, used, rng)
     size = len(cut.prompt_ids)
     assert cut.id == f"{request.id}@{size}" and 16 <= size < 33
     assert list(cut.prompt_ids) == list(request.prompt_ids[:size])
@@ -178,4 +125,49 @@ def test_used_texts_are_cut_anew():
   chat = dataclasses.replace(
     request, prompt=dataclasses.replace(request.prompt, chat=True)
   )
-  assert lab_lib.fresh(chat, used, rng) == chat
+  assert draws.fresh(chat, used, rng) == chat
+
+
+def test_a_round_is_taken_up_again_with_other_limits(settings):
+  def mark(flags=(), **changes):
+    told = job.RoundSettings(**changes)
+    changed = settings.flags | dict(flags)
+    return job.round_mark(
+      dataclasses.replace(settings, flags=changed), told, phases.STOCK
+    )
+
+  mine = mark()
+  assert mine == mark(
+    {"max_trials": "9", "max_usd": "2", "max_device_s": "1", "max_wall_s": "1"},
+    max_trials=9, max_usd=2.0, max_device_s=1.0,
+  )  # fmt: skip
+  assert mine == mark({"agent_workers": "3"}, workers=3)
+  assert mine != mark({"max_tokens": "9"})
+  assert mine != mark(screen_units=(3,))
+
+
+def test_factors_say_what_was_not_measured(settings, tmp_path, monkeypatch):
+  system = {
+    "kernel_factor": 1.5, "overhead_factor": None, "floor_step_us": 20.0
+  }  # fmt: skip
+  told = {
+    "cost_model": {
+      "tau_factor": 1.2,
+      "systems": {"stock": system},
+      "classes": {"matmul": {"measured_us": 30.0, "floor_us": 20.0}},
+    },
+    "systems": {"stock": {"acceptance_length": 3.0}},
+  }
+
+  def profile(command, **rest):
+    where = next(x for x in command if x.startswith("--output_dir="))
+    folder = pathlib.Path(where.partition("=")[2])
+    folder.mkdir()
+    (folder / results.RESULT).write_text("{}")
+
+  monkeypatch.setattr(subprocess, "run", profile)
+  monkeypatch.setattr(results, "read_result", lambda folder: told)
+  factors = FACTORS(LabWorld(settings, tmp_path, Sealed()), phases.STOCK)
+  assert factors["overhead"] is None
+  assert (factors["tau"], factors["kernel"]) == (1.2, 1.5)
+  assert factors["largest"] == "kernel"
