@@ -1,7 +1,13 @@
 """Matrices that W12 may find hard, by name."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from pallas_kernels import w12_array
 
 
 def patterns(bits) -> np.ndarray:
@@ -70,3 +76,28 @@ def adversarial() -> dict[str, np.ndarray]:
     ),
   }
   return {name: patterns(bits) for name, bits in kinds.items()}
+
+
+def struct(high: int, width: int) -> Any:
+  """What a model holds of a matrix in W12, without numbers, for lowering.
+
+  Args:
+    high: a multiple of four.
+  """
+
+  def leaf(*shape, dtype=jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  lanes = high // 4
+  h, w = w12_array.tile_shape(lanes, width)
+  plane = leaf(-(-lanes // h), width // w, h, w, dtype=jnp.uint16)
+  return w12_array.W12Array(
+    view01=plane,
+    view23=plane,
+    low=plane,
+    base=leaf(high, dtype=jnp.uint8),
+    row_start=leaf(high + 1, dtype=jnp.int32),
+    columns=leaf(10, dtype=jnp.int32),
+    values=leaf(10),
+    shape=(high, width),
+  )

@@ -1,7 +1,6 @@
 """The kernels that decode W12, against the codec."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import w12_array, w12_decode
-from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import w12
 from tests.checkpoints import w12_matrices
 from tests.pallas_kernels import lowering
@@ -47,22 +45,8 @@ class DecodeTest(parameterized.TestCase):
 class LoweringTest(parameterized.TestCase):
   @parameterized.parameters(*lowering.SERVERS)
   def test_lowers_at_27b_shapes(self, gpu):
-    high, width = 16480, 5120
-
-    def struct(*shape, dtype=jnp.bfloat16) -> Any:
-      return jax.ShapeDtypeStruct(shape, dtype)
-
-    plane = struct(65, width // 64, 64, 64, dtype=jnp.uint16)
-    w = W12Array(
-      view01=plane,
-      view23=plane,
-      low=plane,
-      base=struct(high, dtype=jnp.uint8),
-      row_start=struct(high + 1, dtype=jnp.int32),
-      columns=struct(10, dtype=jnp.int32),
-      values=struct(10),
-      shape=(high, width),
-    )
+    # The last tile is not full.
+    w = w12_matrices.struct(16480, 5120)
     text = lowering.lower(
       functools.partial(w12_decode.decode, implementation="triton"), gpu, w
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 from unittest import mock
 
 import jax
@@ -248,27 +247,12 @@ class LoweringTest(parameterized.TestCase):
     view=(False, True),
   )
   def test_lowers_at_27b_shapes(self, gpu, n, view):
-    high, width = 16480, 5120
-
-    def struct(*shape, dtype=jnp.bfloat16) -> Any:
-      return jax.ShapeDtypeStruct(shape, dtype)
-
     # The last tile is not full.
-    plane = struct(65, width // 64, 64, 64, dtype=jnp.uint16)
-    w = W12Array(
-      view01=plane,
-      view23=plane,
-      low=plane,
-      base=struct(high, dtype=jnp.uint8),
-      row_start=struct(high + 1, dtype=jnp.int32),
-      columns=struct(10, dtype=jnp.int32),
-      values=struct(10),
-      shape=(high, width),
-    )
+    w = w12_matrices.struct(16480, 5120)
     text = lowering.lower(
       functools.partial(w12_matmul.matmul, view=view, implementation="triton"),
       gpu,
-      struct(n, width),
+      jax.ShapeDtypeStruct((n, w.shape[1]), jnp.bfloat16),
       w,
     )
     for name in ("w12_view",) if view else ("w12_matmul", "w12_finish"):
