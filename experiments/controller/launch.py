@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import hosts
 from experiments.controller import sandbox
 from experiments.controller.tree import Tree
 
@@ -42,7 +43,7 @@ class Launch:
       own in `place`, so that nothing passes from one launch to the next.
     autotuned: table of choices of the compiler, read only.
     table: file in `place` to write such a table to.
-    device: index of the GPU; None shows all.
+    slot: its device, the only one that it sees, and its cores; None shows all.
     platform: JAX's; None is its own choice.
     memory_fraction: of the device, on a GPU.
     layers: what this machine isolates with.
@@ -59,7 +60,7 @@ class Launch:
   keeps: bool = False
   autotuned: Path | None = None
   table: str | None = None
-  device: int | None = None
+  slot: hosts.Slot | None = None
   platform: str | None = None
   memory_fraction: float = 0.45
   layers: sandbox.Layers
@@ -102,8 +103,8 @@ class Launch:
       variables["XLA_FLAGS"] = " ".join(flags)
     if self.platform is not None:
       variables["JAX_PLATFORMS"] = self.platform
-    if self.device is not None:
-      variables["CUDA_VISIBLE_DEVICES"] = str(self.device)
+    if self.slot is not None:
+      variables["CUDA_VISIBLE_DEVICES"] = self.slot.visible
     return variables
 
   def policy(self) -> sandbox.Policy:
@@ -117,13 +118,16 @@ class Launch:
     write = [str(self.temporary), str(self.data)]
     if self.compiled is not None and self.keeps:
       write.append(str(self.compiled))
-    numbers = [0, 1, 2, 3, 4, 5, 6, 7] if self.device is None else [self.device]
+    slot = self.slot
+    one = None if slot is None else slot.minor
+    numbers = range(8) if one is None else [one]
     return sandbox.Policy(
       read=sorted(read),
       write=write,
       devices=[*_DEVICES, *(f"/dev/nvidia{i}" for i in numbers)],
       landlock=self.layers.landlock > 0,
       namespaces=self.layers.namespaces and self.layers.bubblewrap is None,
+      cores=() if slot is None else slot.cores,
     )
 
   def command(self, commands: int, replies: int) -> list[str]:

@@ -68,6 +68,8 @@ class Policy:
     write: folders in which it may do everything.
     devices: device files that it may read, write and control.
     max_file_bytes: largest file that it may write.
+    cores: of the processor on which it begins; none for all. A process may
+      choose others: this keeps the honest out of each other's way.
     landlock, namespaces: whether to use these; the caller knows from
       `available` that they are there.
   """
@@ -76,6 +78,7 @@ class Policy:
   write: Sequence[str]
   devices: Sequence[str] = ()
   max_file_bytes: int = 1 << 32
+  cores: Sequence[int] = ()
   landlock: bool = True
   namespaces: bool = True
 
@@ -306,6 +309,8 @@ def confine(policy: Policy) -> None:
     OSError: a layer that was asked for cannot be had; nothing may run then.
   """
   _die_with_parent()
+  if policy.cores:
+    os.sched_setaffinity(0, policy.cores)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   limit = (policy.max_file_bytes, policy.max_file_bytes)
   resource.setrlimit(resource.RLIMIT_FSIZE, limit)

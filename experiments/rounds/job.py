@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import benchmark, report, results
+from experiments import benchmark, hosts, report, results
 from experiments.agents.command import Command
 from experiments.agents.protocol import Agent, Limits, Session, Task
 from experiments.agents.replay import Replay
@@ -44,6 +44,8 @@ class RoundSettings:
     workers: tasks that agents work on side by side.
     max_trials, max_device_s, max_usd: of the whole round; None for any.
     sealed: the last test.
+    devices: indices. Screenings run on all side by side, tests on the first
+      two, swapped; none is JAX's choice.
   """
 
   agents: tuple[str, ...] = ("search",)
@@ -58,6 +60,7 @@ class RoundSettings:
   max_device_s: float | None = None
   max_usd: float | None = None
   sealed: Sealed = Sealed()
+  devices: tuple[int, ...] = ()
 
   def __post_init__(self):
     unknown = [name for name in self.agents if name not in AGENTS]
@@ -165,10 +168,35 @@ def run(settings: Settings, told: RoundSettings) -> int:
   folder = settings.output_dir or benchmark.default_folder(f"round-{name}")
   _check_folder(folder, mark)
 
-  def tell(key: str, result: Any, seconds: float) -> None:
-    say(f"{key}: {_told(result)} ({seconds:.0f} s)")
+  slots = hosts.slots(told.devices)
+  with LabWorld(
+    settings, folder, told.sealed, aa_sessions=told.aa_sessions, slots=slots
+  ) as world:
+    # Settings that are refused leave no folder behind.
+    lab = world.open()
+    log = Log(folder / LOG, _tell)
+    try:
+      return _run(log, world, lab, agents, settings, told, start, mark, started)
+    finally:
+      log.close()
 
-  log = Log(folder / LOG, tell)
+
+def _tell(key: str, result: Any, seconds: float) -> None:
+  say(f"{key}: {_told(result)} ({seconds:.0f} s)")
+
+
+def _run(
+  log: Log,
+  world: LabWorld,
+  lab: Lab,
+  agents: Sequence[Agent],
+  settings: Settings,
+  told: RoundSettings,
+  start: Mapping[str, str],
+  mark: str,
+  started: float,
+) -> int:
+  folder = log.path.parent
   if not any(line.get("kind") == "round" for line in log):
     log.note("round", mark=mark, flags=dict(settings.flags))
   say(f"round: results in {folder}")
@@ -191,15 +219,10 @@ def run(settings: Settings, told: RoundSettings) -> int:
     deadline=deadline,
   )
   try:
-    with LabWorld(
-      settings, folder, told.sealed, aa_sessions=told.aa_sessions
-    ) as world:
-      outcome = Round(
-        log, world, [_Patient(a) for a in agents], budget, plan,
-        folder / "agents",
-      ).run()  # fmt: skip
-      lab = world.lab()
-      return _finish(folder, log, lab, plan, outcome, started)
+    outcome = Round(
+      log, world, [_Patient(a) for a in agents], budget, plan,
+      folder / "agents",
+    ).run()  # fmt: skip
   except BudgetSpent as e:
     log.note("paused", reason=str(e))
     say(
@@ -207,8 +230,7 @@ def run(settings: Settings, told: RoundSettings) -> int:
       f" --output_dir={folder} goes on"
     )
     return 0
-  finally:
-    log.close()
+  return _finish(folder, log, lab, plan, outcome, started)
 
 
 def _check_folder(folder: Path, mark: str) -> None:
@@ -271,6 +293,8 @@ def _finish(
       "s_aa": lab.sessions.s_aa,
       "familywise": lab.ledger.familywise,
       "isolation": lab.layers.as_dict(),
+      "design": lab.design,
+      "devices": paired_test.devices_of(lab, None),
       "work_s": log.seconds(),
       "trials_spent": log.spent("trials"),
       "usd": log.spent("usd"),

@@ -6,6 +6,7 @@ The result is printed as JSON. Every measurement that came to its end is a line
 of FOLDER/paid.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -33,6 +34,11 @@ class World:
   def __init__(self, paid: pathlib.Path, seconds: float = 0.0):
     self._paid, self._seconds = paid, seconds
     self.gains = dict(GAINS)
+
+  parallel = 1
+
+  def device(self):
+    return contextlib.nullcontext()
 
   def _pay(self, what: str) -> None:
     time.sleep(self._seconds)

@@ -20,9 +20,9 @@ from experiments.controller import (
 )
 from experiments.controller import lab as lab_lib
 from experiments.controller.checks import CANDIDATE, STOCK
-from experiments.controller.lab import System
 from experiments.controller.paired import Measured
 from experiments.controller.process import EngineFault
+from experiments.controller.systems import System
 from experiments.rounds.world import LabWorld, Sealed
 from tests.exploits import standin
 
@@ -118,7 +118,7 @@ def test_which_aa_sessions_count(lab, monkeypatch):
       "a process of stock: died: no memory",
     ),
     (measured(3, late=True), "time ran out"),
-    (measured(13, dropped=5), "throttled in 5 of 18 pairs"),
+    (measured(13, dropped=5), "throttled in 5 of 18 units"),
     (measured(18, disturbed=True, slowed=0.4), "40.0% slower beside itself"),
   ):
     monkeypatch.setattr(lab, "_measure", lambda *args, found=found: found)
