@@ -1,4 +1,4 @@
-"""Who explores: a process per device, with a lease while it measures.
+"""Who explores: a process per device; its world leases it while it measures.
 
     python -m experiments.rounds.explorers COMMANDS REPLIES
 
@@ -210,10 +210,9 @@ class _Serving:
       while (call := calls.get()) is not None:
         method, args = call
         try:
-          with leases.explore(slot):
-            if world is None:
-              world = stack.enter_context(make(slot))
-            answer = ("done", getattr(world, method)(*args))
+          if world is None:
+            world = stack.enter_context(make(slot))
+          answer = ("done", getattr(world, method)(*args))
         except SpecPilotError as e:
           answer = ("error", str(e))
         except Exception as e:

@@ -272,14 +272,13 @@ class LabWorld:
     self, system: System, against: System, units: int
   ) -> dict[str, Any]:
     if self._explorers is not None:
-      return self._explorers.call("screen_here", system, against, units)
+      return self._explorers.call("screen", system, against, units)
     with self._own_device():
-      return self.screen_here(system, against, units)
+      return self._screen(system, against, units)
 
-  def screen_here(
+  def _screen(
     self, system: System, against: System, units: int
   ) -> dict[str, Any]:
-    """`screen` in this process, which has the lease."""
     folder = self._place("screen", system)
     try:
       measured, verdict = self.lab().screen(
