@@ -82,6 +82,14 @@ def define_controller_flags() -> Reader:
     "agent_command", None, "Of the agent command: a program that is run in a"
     " clone; {task} stands for the file of its task.",
   )  # fmt: skip
+  variables = flags.DEFINE_list(
+    "agent_env", [], "Environment variables that the agent command gets, by"
+    " name: its keys."
+  )  # fmt: skip
+  readable = flags.DEFINE_list(
+    "agent_readable", [], "Files and folders that the agent command may read"
+    " beside its own, the system and Python: where it is installed.",
+  )  # fmt: skip
   proposals = flags.DEFINE_string(
     "proposals", None, "Of the agent replay: JSON lines, one proposal each."
   )
@@ -137,6 +145,8 @@ def define_controller_flags() -> Reader:
     return RoundSettings(
       agents=tuple(agents.value),
       command=command.value,
+      environment=tuple(variables.value),
+      readable=tuple(map(Path, readable.value)),
       proposals=_path(proposals.value),
       champion=_path(champion.value),
       aa_sessions=aa_sessions.value or WANTED_SESSIONS,

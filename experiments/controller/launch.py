@@ -9,21 +9,53 @@ from typing import Any
 from experiments import hosts
 from experiments.controller import sandbox
 from experiments.controller.tree import Tree
+from specpilot_jax.errors import SpecPilotError
 
 _BOOT = (
   "import runpy, sys; sys.path.insert(0, sys.argv.pop(1));"
   " runpy.run_module('experiments.controller.worker', run_name='__main__',"
   " alter_sys=True)"
 )
-_SYSTEM_FILES = (
+SYSTEM_FILES = (
   "/usr", "/lib", "/lib64", "/bin", "/sbin", "/proc", "/sys",
   "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd",
   "/etc/group", "/etc/alternatives",
 )  # fmt: skip
-_DEVICES = (
+DEVICES = (
   "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random",
   "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools",
 )  # fmt: skip
+
+
+def python_folders() -> list[str]:
+  """Where Python and its packages are."""
+  return sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
+
+
+def device_files(slot: hosts.Slot | None) -> list[str]:
+  """Device files of a process that has this device, or all."""
+  minor = None if slot is None else slot.minor
+  numbers = range(8) if minor is None else [minor]
+  return [*DEVICES, *(f"/dev/nvidia{i}" for i in numbers)]
+
+
+def check_out_of_reach(places: Sequence[Path], readable: Sequence[str]) -> None:
+  """Refuses what would let a process read the sealed prompts.
+
+  Args:
+    places: where they are: the checkout, the data folder.
+    readable: files and folders that the process may read.
+
+  Raises:
+    SpecPilotError: names the place and the folder that it lies in.
+  """
+  for place in places:
+    for path in readable:
+      if place.resolve().is_relative_to(Path(path).resolve()):
+        raise SpecPilotError(
+          f"{place} lies in {path}, which a confined process may read, and has"
+          " the sealed prompts: take a checkout or a data folder elsewhere"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,8 +141,7 @@ class Launch:
 
   def policy(self) -> sandbox.Policy:
     """What it may touch."""
-    python = {sys.prefix, sys.base_prefix, sys.exec_prefix}
-    read = [*_SYSTEM_FILES, *python, str(self.tree.root)]
+    read = [*SYSTEM_FILES, *python_folders(), str(self.tree.root)]
     own = (*self.readable, *self.assets.values())
     read += [str(path.resolve()) for path in own]
     if self.autotuned is not None:
@@ -119,12 +150,10 @@ class Launch:
     if self.compiled is not None and self.keeps:
       write.append(str(self.compiled))
     slot = self.slot
-    one = None if slot is None else slot.minor
-    numbers = range(8) if one is None else [one]
     return sandbox.Policy(
       read=sorted(read),
       write=write,
-      devices=[*_DEVICES, *(f"/dev/nvidia{i}" for i in numbers)],
+      devices=device_files(slot),
       landlock=self.layers.landlock > 0,
       namespaces=self.layers.namespaces and self.layers.bubblewrap is None,
       cores=() if slot is None else slot.cores,

@@ -18,7 +18,11 @@ import numpy as np
 from experiments import hosts
 from experiments.controller import checks, sandbox, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
-from experiments.controller.launch import Launch
+from experiments.controller.launch import (
+  Launch,
+  check_out_of_reach,
+  python_folders,
+)
 from experiments.controller.process import Answer, EngineFault, EngineProcess
 from experiments.controller.session import (
   Session,
@@ -114,6 +118,8 @@ class Bench:
         "a patch is not run on this machine: it has neither Landlock (Linux"
         " 5.13 or newer) nor bubblewrap to confine it"
       )
+    if not subject.trusted:
+      check_out_of_reach([tree.ROOT], python_folders())
     # What a patch compiled is for itself alone, and gone with the bench.
     place = self.place / "compiled" if not subject.trusted else self.compiled
     compiled = None

@@ -36,6 +36,7 @@ class RoundSettings:
   Attributes:
     agents: of `AGENTS`, in the order in which they are asked.
     command: of the agent `command`.
+    environment, readable: of the agent `command`, see there.
     proposals: JSON lines, of the agent `replay`.
     champion: folder of a finished round whose champion is the start.
     aa_sessions: that the gate needs.
@@ -50,6 +51,8 @@ class RoundSettings:
 
   agents: tuple[str, ...] = ("search",)
   command: str | None = None
+  environment: tuple[str, ...] = ()
+  readable: tuple[Path, ...] = ()
   proposals: Path | None = None
   champion: Path | None = None
   aa_sessions: int = 8
@@ -98,7 +101,9 @@ def _agents(settings: Settings, told: RoundSettings) -> list[Agent]:
       made.append(Replay.read(told.proposals))
     else:
       assert told.command is not None
-      made.append(Command(told.command, tree.ROOT))
+      made.append(
+        Command(told.command, tree.ROOT, told.environment, told.readable)
+      )
   return made
 
 
@@ -200,6 +205,9 @@ def _run(
   if not any(line.get("kind") == "round" for line in log):
     log.note("round", mark=mark, flags=dict(settings.flags))
   say(f"round: results in {folder}")
+  for agent in agents:
+    if isinstance(agent, Command):
+      say(agent.statement())
   deadline = math.inf
   if settings.max_wall_s is not None:
     deadline = started + settings.max_wall_s
@@ -230,7 +238,8 @@ def _run(
       f" --output_dir={folder} goes on"
     )
     return 0
-  return _finish(folder, log, lab, plan, outcome, started)
+  told_of = [a.statement() for a in agents if isinstance(a, Command)]
+  return _finish(folder, log, lab, plan, outcome, started, told_of)
 
 
 def _check_folder(folder: Path, mark: str) -> None:
@@ -265,7 +274,13 @@ def _told(result: Any) -> str:
 
 
 def _finish(
-  folder: Path, log: Log, lab: Lab, plan: Plan, outcome, started: float
+  folder: Path,
+  log: Log,
+  lab: Lab,
+  plan: Plan,
+  outcome,
+  started: float,
+  notes: Sequence[str],
 ) -> int:
   result = results.empty_result("round")
   settings = lab.settings
@@ -303,6 +318,7 @@ def _finish(
     "notes": [
       *lab.source.checkpoint.notes,
       *(x for x in lab.layers.statement() if "NOT" in x),
+      *notes,
     ],
   }
   result = results.to_json(result)
