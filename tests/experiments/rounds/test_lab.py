@@ -23,7 +23,9 @@ from experiments.controller.checks import CANDIDATE, STOCK
 from experiments.controller.paired import Measured
 from experiments.controller.process import EngineFault
 from experiments.controller.systems import System
+from experiments.hosts import Slot
 from experiments.rounds.world import LabWorld, Sealed
+from specpilot_jax.errors import SpecPilotError
 from tests.exploits import standin
 
 PASS = "    time.sleep(STEP_S)\n    tokens = []\n"
@@ -129,6 +131,80 @@ def test_which_aa_sessions_count(lab, monkeypatch):
   monkeypatch.setattr(lab, "_measure", lambda *args: measured(17, dropped=1))
   assert lab.aa_session(math.inf) == 0.0
   assert len(lab.sessions) == 1
+
+
+def test_two_devices_are_another_design(settings, lab, monkeypatch):
+  slots = (Slot(index=0), Slot(index=1))
+  with lab_lib.open_lab(settings, slots) as two:
+    assert two.units == 36 and lab.units == 18
+    assert two.sessions.path != lab.sessions.path
+    with lab_lib.open_lab(settings, slots[:1]) as one:
+      assert not one.swaps
+      assert len({x.sessions.path for x in (one, two, lab)}) == 3
+    seconds = np.array([[1.0, 1.1]] * 30)
+    times = session.Times(seconds, seconds * 1.01, False, False, swapped=True)
+    found = Measured({STOCK: [], CANDIDATE: []}, times=times)
+    monkeypatch.setattr(two, "_measure", lambda *args: found)
+    assert two.aa_session(math.inf) == pytest.approx(-math.log(1.01))
+    assert two.sessions.asymmetries == pytest.approx([math.log(1.1)])
+    # Of 36 requests 16 are enough, where they are fresh.
+    used = [r.id for r in two.requests[:20]]
+    two.ledger.begin("x", used)
+    chat = [
+      dataclasses.replace(r, prompt=dataclasses.replace(r.prompt, chat=True))
+      for r in two.requests
+    ]
+    requests, _, seen = draws.for_test(
+      chat, two.ledger.used_requests, two.rng, lab_lib.WARM_UPS, two._least
+    )
+    assert len(requests) == 18 and seen == 0
+  for more, reason in (
+    ({"slots": slots, "blocks": 4}, "engines that share a device"),
+    ({"slots": (*slots, Slot(index=2))}, "one or two"),
+  ):
+    with pytest.raises(SpecPilotError, match=reason):
+      with lab_lib.open_lab(settings, **more):
+        pass
+
+
+def test_the_job_on_two_devices(settings, tmp_path, monkeypatch, capsys):
+  """In slices: A/A sessions until they are enough, then the test."""
+  monkeypatch.setattr(session, "SLOWED", 9.0)
+  forced = {"verdict": "pass", "reason": "", "tokens": 9, "flips": 0}
+  monkeypatch.setattr(
+    lab_lib.Lab, "_force", lambda *args: forced | {"max_margin": None}
+  )
+  settings = dataclasses.replace(settings, num_prompts=7)
+  candidate = dataclasses.replace(
+    settings, flags=settings.flags | {"set": "num_drafts=3"}
+  )
+
+  def run(name, **changes):
+    where = tmp_path / name
+    mine = dataclasses.replace(settings, output_dir=where, **changes)
+    assert paired_test.run(mine, candidate, None, 1, devices=(0, 1)) == 0
+    return results.read_result(where)
+
+  cut = run("cut", max_wall_s=0.0)
+  assert cut["paired_test"] is None and cut["aa"]["means"] == []
+  assert any("time ran out with 0 of 1" in note for note in cut["notes"])
+  whole = run("whole")
+  test = whole["paired_test"]
+  assert len(whole["aa"]["means"]) == 1 == len(test["aa_means"])
+  devices = test["devices"]
+  assert devices["indices"] == [0, 1] and devices["emulated"]
+  assert devices["swap"]["asymmetry"] == pytest.approx(0.0, abs=0.7)
+  assert len(devices["aa_asymmetries"]) == 1 and test["design"] == (
+    "two devices, swapped, 4 requests"
+  )
+  assert len(test["log_ratios"]) == 4
+  assert any("times nothing" in note for note in whole["notes"])
+  told = (tmp_path / "whole" / "report.md").read_text()
+  assert "a request on both devices" in told
+  out = capsys.readouterr().out
+  for text in (told, out):
+    assert "device 1 against device 0: time" in text
+    assert "A/A: device 1 against device 0, by session" in text
 
 
 def test_aa_sessions_are_tried_again(tmp_path):
