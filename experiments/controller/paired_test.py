@@ -198,14 +198,19 @@ def trial(tested: Tested, system: System) -> dict[str, Any]:
   }
 
 
-def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> int:
-  """Runs the A/A sessions that are missing; how many it ran.
+def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> float:
+  """Runs the A/A sessions that are missing; seconds of the longest, 0 of none.
+
+  None is begun with less time left than one has taken.
 
   Raises:
     noise.Unmeasured: `AA_FAILURES` in a row could not be measured.
   """
-  ran = failed = 0
-  while len(lab.sessions) < wanted and time.monotonic() < deadline:
+  failed, longest = 0, 0.0
+  while len(lab.sessions) < wanted:
+    began = time.monotonic()
+    if began + longest > deadline:
+      break
     try:
       mean = lab.aa_session(deadline)
     except noise.Unmeasured as e:
@@ -215,13 +220,16 @@ def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> int:
         raise
       say(f"{e}; once more")
       continue
-    ran, failed = ran + 1, 0
-    folder.event("aa_session", mean=mean, sessions=len(lab.sessions))
+    seconds = time.monotonic() - began
+    failed, longest = 0, max(longest, seconds)
+    folder.event(
+      "aa_session", mean=mean, sessions=len(lab.sessions), seconds=seconds
+    )
     say(
       f"A/A session {len(lab.sessions)} of {wanted}: mean"
-      f" {section.percent(mean, 3)}"
+      f" {section.percent(mean, 3)} ({seconds:.0f} s)"
     )
-  return ran
+  return longest
 
 
 def deployment(lab: Lab) -> dict[str, Any]:
@@ -316,9 +324,12 @@ def _run(
   say(f"results: {folder.path}")
   folder.event("run_started", job="paired_test", environment=lab.environment)
   try:
-    collect_aa(lab, aa_sessions, deadline, folder)
+    longest = collect_aa(lab, aa_sessions, deadline, folder)
     status, records = 0, {}
+    # A test that time cuts off would spend requests and level for nothing, and
+    # so would one without its gate.
     short = len(lab.sessions) < aa_sessions
+    short = short or time.monotonic() + longest > deadline
     if system is not None and not short:
       tested = lab.test(system, folder, deadline)
       records = {n: r for n, r in tested.measured.records.items() if r}
@@ -340,10 +351,10 @@ def _run(
         *_device_notes(lab, None),
       ]
       if short:
-        # A test without its gate would spend requests and level for nothing.
         result["notes"].append(
-          f"time ran out with {len(lab.sessions)} of {aa_sessions} A/A"
-          " sessions; the same command with another --output_dir goes on"
+          f"time ran out with {len(lab.sessions)} of {aa_sessions} A/A sessions"
+          f"{' and before the test' if system else ''}; the same command with"
+          " another --output_dir goes on"
         )
     result["aa"] = {
       "design": lab.design,

@@ -220,11 +220,32 @@ def test_aa_sessions_are_tried_again(tmp_path):
   sessions: list[float] = []
   lab: Any = types.SimpleNamespace(sessions=sessions, aa_session=aa_session)
   folder = results.RunFolder(tmp_path)
-  assert paired_test.collect_aa(lab, 2, math.inf, folder) == 2
+  assert paired_test.collect_aa(lab, 2, math.inf, folder) >= 0.0
+  assert sessions == [0.1, 0.2]
   with pytest.raises(noise.Unmeasured):
     paired_test.collect_aa(lab, 3, math.inf, folder)
   folder.close()
   assert sessions == [0.1, 0.2] and not answers
+
+
+def test_no_aa_session_is_begun_that_would_not_end(tmp_path, monkeypatch):
+  """Of 5 seconds each, in 12: the third would be cut."""
+  clock = [0.0]
+  monkeypatch.setattr(
+    paired_test, "time", types.SimpleNamespace(monotonic=lambda: clock[0])
+  )
+
+  def aa_session(deadline):
+    clock[0] += 5.0
+    sessions.append(0.0)
+    return 0.0
+
+  sessions: list[float] = []
+  lab: Any = types.SimpleNamespace(sessions=sessions, aa_session=aa_session)
+  folder = results.RunFolder(tmp_path)
+  assert paired_test.collect_aa(lab, 8, 12.0, folder) == 5.0
+  assert len(sessions) == 2
+  folder.close()
 
 
 def test_marks(settings, monkeypatch):
