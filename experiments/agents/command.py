@@ -101,6 +101,7 @@ class Command:
         raise SpecPilotError(f"--agent_readable: {path} is not there")
     self._readable = [
       *launch.SYSTEM_FILES, *_NETWORK_FILES, *launch.python_folders(),
+      *launch.library_folders(),
       *(str(path.resolve()) for path in readable),
     ]  # fmt: skip
     if self._layers.confines_files:
@@ -226,7 +227,7 @@ class Command:
     home.mkdir()
     variables = {
       name: os.environ[name]
-      for name in ("PATH", "LANG", *self._environment)
+      for name in ("PATH", "LANG", launch.LIBRARIES, *self._environment)
       if name in os.environ
     }
     variables |= {"HOME": str(home), "TMPDIR": str(home)}

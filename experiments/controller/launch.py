@@ -1,6 +1,7 @@
 """How an engine process is started, and what it may touch."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,9 +28,18 @@ DEVICES = (
 )  # fmt: skip
 
 
+LIBRARIES = "LD_LIBRARY_PATH"
+
+
 def python_folders() -> list[str]:
   """Where Python and its packages are."""
   return sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
+
+
+def library_folders() -> list[str]:
+  """Where this process looks for shared libraries, beside the usual folders."""
+  parts = os.environ.get(LIBRARIES, "").split(os.pathsep)
+  return sorted({part for part in parts if os.path.isabs(part)})
 
 
 def device_files(slot: hosts.Slot | None) -> list[str]:
@@ -66,7 +76,8 @@ class Launch:
     name: for people and for records.
     tree: what it runs from.
     settings: see `worker.Server.load`.
-    place: a folder of its own, removed when it ends.
+    place: a folder of its own; `temporary` and `data` in it are removed when it
+      ends.
     readable: model files that it needs beside its tree.
     assets: those of them that it looks for in its data folder, by path there.
     compiled: folder of compiled executables that outlives it, of its tree
@@ -115,7 +126,8 @@ class Launch:
     return 1 if self.layers.namespaces else 0
 
   def environment(self) -> dict[str, str]:
-    """All variables of the process; nothing is inherited."""
+    """All variables of the process; nothing is inherited but where shared
+    libraries are: a card's driver may be found by that alone."""
     own = str(self.temporary)
     flags = []
     if self.autotuned is not None:
@@ -131,6 +143,8 @@ class Launch:
       "SPECPILOT_DATA": str(self.data),
       "XLA_CLIENT_MEM_FRACTION": f"{self.memory_fraction:g}",
     }
+    if LIBRARIES in os.environ:
+      variables[LIBRARIES] = os.environ[LIBRARIES]
     if flags:
       variables["XLA_FLAGS"] = " ".join(flags)
     if self.platform is not None:
@@ -141,7 +155,8 @@ class Launch:
 
   def policy(self) -> sandbox.Policy:
     """What it may touch."""
-    read = [*SYSTEM_FILES, *python_folders(), str(self.tree.root)]
+    read = [*SYSTEM_FILES, *python_folders(), *library_folders()]
+    read.append(str(self.tree.root))
     own = (*self.readable, *self.assets.values())
     read += [str(path.resolve()) for path in own]
     if self.autotuned is not None:

@@ -21,6 +21,7 @@ from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.launch import (
   Launch,
   check_out_of_reach,
+  library_folders,
   python_folders,
 )
 from experiments.controller.process import Answer, EngineFault, EngineProcess
@@ -119,7 +120,7 @@ class Bench:
         " 5.13 or newer) nor bubblewrap to confine it"
       )
     if not subject.trusted:
-      check_out_of_reach([tree.ROOT], python_folders())
+      check_out_of_reach([tree.ROOT], [*python_folders(), *library_folders()])
     # What a patch compiled is for itself alone, and gone with the bench.
     place = self.place / "compiled" if not subject.trusted else self.compiled
     compiled = None

@@ -378,11 +378,11 @@ def _run(
     say(benchmark.summary_table(result["systems"]))
   for note in result["notes"]:
     say(f"note: {note}")
-  for text in section.device_lines(result["aa"]["devices"]):
-    say(text)
+  told = section.device_lines(result["aa"]["devices"])
   if result["paired_test"]:
-    for text in section.lines(result["paired_test"]):
-      say(text)
+    told = section.lines(result["paired_test"])
+  for text in told:
+    say(text)
   say(f"report: {written}")
   return status
 

@@ -99,7 +99,7 @@ class EngineProcess:
     launch: how it is started.
 
   Attributes:
-    machine: what it said of itself when it was ready.
+    ready: what it said of itself when it was ready; empty before.
     output: the beginning of what it printed.
   """
 

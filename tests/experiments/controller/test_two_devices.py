@@ -365,3 +365,14 @@ def test_a_process_sees_its_device_and_begins_on_its_cores(bench, subject):
     family = process.procfs.descendants(engine._process.pid)
     (pid,) = family[-1:] or [engine._process.pid]
     assert os.sched_getaffinity(pid) == set(cores)
+
+
+def test_where_a_driver_may_be(bench, subject, monkeypatch):
+  """Its folder, if libraries are looked for there; nothing that is relative."""
+  monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/driver/lib:lib:")
+  launch = bench.timed(STOCK, subject())
+  assert launch.environment()["LD_LIBRARY_PATH"] == "/opt/driver/lib:lib:"
+  assert "/opt/driver/lib" in launch.policy().read
+  assert "lib" not in launch.policy().read
+  monkeypatch.delenv("LD_LIBRARY_PATH")
+  assert "LD_LIBRARY_PATH" not in launch.environment()
