@@ -107,8 +107,8 @@ CATALOGUE = (
     options=W12,
   ),
   Fault(
-    name="w12_sign_flipped",
-    says="a row of every matrix has the other sign",
+    name="w12_base_off_by_one",
+    says="a row of every matrix has the exponent above its own",
     options=W12,
   ),
   Fault(

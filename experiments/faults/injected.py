@@ -273,15 +273,12 @@ def _lists_dropped(size: float) -> None:
   _wrap_w12(change)
 
 
-def _sign_flipped(size: float) -> None:
-  """Bit 7 of a view byte is the sign; low halves of the lanes of row 0."""
+def _base_off_by_one(size: float) -> None:
+  """The first row of every matrix is twice what it is."""
   del size
 
   def change(matrix):
-    plane = matrix.view01
-    first = (0, slice(None), 0) if matrix.tiled else (0,)
-    flipped = plane.at[first].set(plane[first] ^ 0x80)
-    return dataclasses.replace(matrix, view01=flipped)
+    return dataclasses.replace(matrix, base=matrix.base.at[0].add(1))
 
   _wrap_w12(change)
 
@@ -324,7 +321,7 @@ _FAULTS = {
   "lying_clock": _lying_clock,
   "repeats_late": _repeats_last,
   "w12_lists_dropped": _lists_dropped,
-  "w12_sign_flipped": _sign_flipped,
+  "w12_base_off_by_one": _base_off_by_one,
   "level_one_unverified": _level_one_unverified,
 }
 NAMES = tuple(_FAULTS)
