@@ -362,8 +362,9 @@ def test_a_process_sees_its_device_and_begins_on_its_cores(bench, subject):
   assert tuple(launch.policy().cores) == cores
   begun = bench.timed(STOCK, subject(), slot=Slot(index=1, cores=cores))
   with process.EngineProcess(begun) as engine:
-    family = process.procfs.descendants(engine._process.pid)
-    (pid,) = family[-1:] or [engine._process.pid]
+    assert engine._process is not None
+    first = engine._process.pid
+    pid = (process.procfs.descendants(first) or [first])[-1]
     assert os.sched_getaffinity(pid) == set(cores)
 
 

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from experiments.agents.protocol import Limits, Proposal, Session, Task, cut
+from experiments.hosts import Slot
 from experiments.rounds import phases
 from experiments.rounds.log import Budget, Log
 
@@ -35,9 +36,11 @@ class World:
     self._paid, self._seconds = paid, seconds
     self.gains = dict(GAINS)
 
-  parallel = 1
+  @property
+  def parallel(self) -> int:
+    return 1
 
-  def device(self):
+  def device(self) -> contextlib.AbstractContextManager[Slot | None]:
     return contextlib.nullcontext()
 
   def _pay(self, what: str) -> None:

@@ -158,12 +158,12 @@ def test_two_devices_are_another_design(settings, lab, monkeypatch):
       chat, two.ledger.used_requests, two.rng, lab_lib.WARM_UPS, two._least
     )
     assert len(requests) == 18 and seen == 0
-  for more, reason in (
-    ({"slots": slots, "blocks": 4}, "engines that share a device"),
-    ({"slots": (*slots, Slot(index=2))}, "one or two"),
+  for given, blocks, reason in (
+    (slots, 4, "engines that share a device"),
+    ((*slots, Slot(index=2)), 0, "one or two"),
   ):
     with pytest.raises(SpecPilotError, match=reason):
-      with lab_lib.open_lab(settings, **more):
+      with lab_lib.open_lab(settings, given, blocks):
         pass
 
 
