@@ -18,12 +18,7 @@ import numpy as np
 from experiments import hosts
 from experiments.controller import checks, sandbox, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
-from experiments.controller.launch import (
-  Launch,
-  check_out_of_reach,
-  library_folders,
-  python_folders,
-)
+from experiments.controller.launch import Launch, check_out_of_reach
 from experiments.controller.process import Answer, EngineFault, EngineProcess
 from experiments.controller.session import (
   Session,
@@ -112,15 +107,13 @@ class Bench:
 
     Raises:
       SpecPilotError: a patch, where nothing keeps it from the controller's own
-        files.
+        files, or these lie in what it may read.
     """
     if not subject.trusted and not self.layers.confines_files:
       raise SpecPilotError(
         "a patch is not run on this machine: it has neither Landlock (Linux"
         " 5.13 or newer) nor bubblewrap to confine it"
       )
-    if not subject.trusted:
-      check_out_of_reach([tree.ROOT], [*python_folders(), *library_folders()])
     # What a patch compiled is for itself alone, and gone with the bench.
     place = self.place / "compiled" if not subject.trusted else self.compiled
     compiled = None
@@ -142,7 +135,10 @@ class Bench:
       start_s=self.start_s,
       step_s=self.step_s,
     )
-    return dataclasses.replace(launch, **changes)
+    launch = dataclasses.replace(launch, **changes)
+    if not subject.trusted:
+      check_out_of_reach([tree.ROOT], launch.policy().read)
+    return launch
 
 
 @dataclasses.dataclass

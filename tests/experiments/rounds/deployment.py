@@ -20,6 +20,7 @@ from pallas_kernels.dispatch import REFERENCE
 from specpilot_jax import loading
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.experiments import test_settings
+from tests.experiments.rounds import explored
 from tests.exploits import standin
 
 
@@ -79,14 +80,25 @@ def settings() -> Settings:
   )
 
 
-def note(owner: Any, method: str, kind: str, path: pathlib.Path) -> None:
-  """Lets a method write when it began and ended."""
+def note(
+  owner: Any,
+  method: str,
+  kind: str,
+  path: pathlib.Path,
+  first: Callable[[], None] = lambda: None,
+) -> None:
+  """Lets a method write when it began and ended.
+
+  Args:
+    first: called within that time, before the method.
+  """
   real = getattr(owner, method)
 
   @functools.wraps(real)
   def noted(*args, **more):
     began = time.monotonic()
     try:
+      first()
       return real(*args, **more)
     finally:
       line = {"kind": kind, "began": began, "ended": time.monotonic()}
@@ -105,5 +117,6 @@ def on_device(
   """`world.on_device` of a process of its own, with the stand-in."""
   install(setattr)
   path = folder / "intervals"
-  note(lab_lib.Lab, "screen", f"screen {slot.index}", path)
+  together = functools.partial(explored.meet, folder, slot.index)
+  note(lab_lib.Lab, "screen", f"screen {slot.index}", path, together)
   return ON_DEVICE(settings, folder, sealed, slot)

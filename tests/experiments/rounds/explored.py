@@ -36,6 +36,16 @@ def told(folder: pathlib.Path, kind: str, began: float, device: int) -> None:
     file.write(json.dumps(line) + "\n")
 
 
+def meet(folder: pathlib.Path, device: int) -> None:
+  """Waits until both devices are at work: at once, or one waits in vain."""
+  (folder / f"begun-{device}").touch()
+  deadline = time.monotonic() + 60
+  while not (folder / f"begun-{1 - device}").exists():
+    if time.monotonic() > deadline:
+      raise SpecPilotError("the other device did not begin meanwhile")
+    time.sleep(0.01)
+
+
 class Child(scripted.World):
   """What a process of a device measures."""
 
@@ -52,6 +62,7 @@ class Child(scripted.World):
   def screen(self, system, against, units):
     with leases.explore(self._slot):
       began = time.monotonic()
+      meet(self._folder, self._slot.index)
       marker = self._folder / "kill"
       if system["options"] == KILLED and marker.exists():
         marker.unlink()

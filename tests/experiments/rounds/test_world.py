@@ -145,7 +145,6 @@ def test_a_round_on_two_devices(settings, tmp_path, monkeypatch):
   log.close()
   told = {t["id"]: t for t in result["trials"]}
   assert told[made[0].id]["verdict"] == "reject", told
-  assert told[made[0].id]["measured"] > 0.3
   assert told[made[1].id]["verdict"] == "refused"
   lines = [json.loads(text) for text in path.read_text().splitlines()]
   kinds = {line["kind"] for line in lines}
