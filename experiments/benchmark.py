@@ -369,7 +369,9 @@ def _plan(
     prefill_chunk=settings.prefill_chunk,
     drafting=drafting,
     plain=plain,
-    weights=sorted({settings.system(n).weights for n in settings.systems}),
+    weights=sorted(
+      {source.held(settings.system(n).weights) for n in settings.systems}
+    ),
     views=plan.views(map(settings.system, settings.systems), profile=profile),
     packed_views=settings.kernels.w12_matmul != "reference",
   )

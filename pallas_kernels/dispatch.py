@@ -38,6 +38,7 @@ class Kernels:
     gdn_commit: its state after an accepted path (`gdn_commit.commit`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
     w12_matmul: rows times weights in W12 (`w12_matmul.matmul`).
+    fp8_matmul: rows times weights in FP8 (`fp8_matmul.matmul`).
     add_norm: its residual sums and their norms (`add_norm.add_norm`).
     tree_growth: trees over a drafter's lattice (`tree_growth.grow`), and the
       order of its candidates (`tree_table.table`).
@@ -48,6 +49,7 @@ class Kernels:
   gdn_commit: Implementation = "reference"
   tree_attention: Implementation = "reference"
   w12_matmul: Implementation = "reference"
+  fp8_matmul: Implementation = "reference"
   add_norm: Implementation = "reference"
   tree_growth: Implementation = "reference"
 

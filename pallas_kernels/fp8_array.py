@@ -73,6 +73,10 @@ class FP8Array:
     """Bytes of all parts."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
+  def astype(self, dtype: Any) -> "FP8Array":
+    """The same codes and scales, the other rows in another type."""
+    return dataclasses.replace(self, rest=self.rest.astype(dtype))
+
 
 def scale_shape(
   rows: int, columns: int, block: tuple[int, int]
