@@ -361,6 +361,7 @@ def _plan(
   plain = len(settings.systems) - drafting + settings.token_forcing
   # A profile has a request of its own beside the engines'.
   drafting += profile
+  wanted = {source.held(settings.system(n).weights) for n in settings.systems}
   return plan.memory(
     source.config,
     loading.drafter_config(settings.drafter, source.config),
@@ -369,9 +370,7 @@ def _plan(
     prefill_chunk=settings.prefill_chunk,
     drafting=drafting,
     plain=plain,
-    weights=sorted(
-      {source.held(settings.system(n).weights) for n in settings.systems}
-    ),
+    weights=sorted(wanted),
     views=plan.views(map(settings.system, settings.systems), profile=profile),
     packed_views=settings.kernels.w12_matmul != "reference",
   )
