@@ -124,9 +124,11 @@ def fp8_bytes(config: ModelConfig, dtype: str) -> int:
   total = _bytes(leaves.values())
   size = jnp.dtype(dtype).itemsize
   for fused in layout.layout(config).values():
-    for part in filter(fp8.converted, fused.parts):
-      rows, columns = part.shape
-      scales = fp8_array.scale_shape(rows, columns, fp8.BLOCKS)
+    heights = [p.shape[0] for p in fused.parts if fp8.converted(p)]
+    if heights:
+      rows, columns = sum(heights), fused.shape[1]
+      block = fp8.joint_block(heights, fp8.BLOCKS)
+      scales = fp8_array.scale_shape(rows, columns, block)
       total += 4 * math.prod(scales) - (size - 1) * rows * columns
   return total
 

@@ -239,14 +239,23 @@ def _arguments(value: Any, where: str) -> Mapping[str, Any]:
   return value
 
 
+def joint_block(
+  heights: Sequence[int], block: tuple[int, int]
+) -> tuple[int, int]:
+  """The block of tensors of so many rows, one below the other.
+
+  Where a tensor ends amid a block, every row has scales of its own.
+  """
+  ragged = any(height % block[0] for height in heights[:-1])
+  return (1, block[1]) if ragged else block
+
+
 def join(
   coded: Sequence[tuple[Any, Any]],
   rest: Sequence[Any],
   block: tuple[int, int] | None,
 ) -> FP8Array:
-  """A parameter of tensors one below the other.
-
-  Where a tensor ends amid a block, every row has scales of its own.
+  """A parameter of tensors one below the other; see `joint_block`.
 
   Args:
     coded: codes and scales of each tensor in FP8, all of one width.
@@ -259,15 +268,14 @@ def join(
     scale.reshape(fp8_array.scale_shape(len(codes), columns, size))
     for codes, scale in coded
   ]
-  inner = [codes.shape[0] for codes, _ in coded[:-1]]
-  if any(height % size[0] for height in inner):
+  joint = joint_block([len(codes) for codes, _ in coded], size)
+  if joint != size:
     scales = [
-      scale.repeat(size[0], axis=0)[: codes.shape[0]]
+      scale.repeat(size[0], axis=0)[: len(codes)]
       for (codes, _), scale in zip(coded, scales, strict=True)
     ]
-    size = (1, size[1])
   # One wider block than the matrix is a row's.
-  size = (size[0], columns) if size[1] > columns else size
+  size = (joint[0], min(joint[1], columns))
   lib: Any = np if isinstance(coded[0][0], np.ndarray) else jnp
   empty = lib.zeros((0, columns), common.BFLOAT16)
   return FP8Array(
