@@ -228,6 +228,14 @@ def open_target(name_or_path: str | os.PathLike[str]) -> Source:
   return Source(name, checkpoint.config, checkpoint)
 
 
+def located(name: str) -> str:
+  """The name of a model or drafter, a path made absolute."""
+  prefix = name[: len(FP8_PREFIX)]
+  if prefix.lower() == FP8_PREFIX:
+    return prefix + located(name[len(FP8_PREFIX) :])
+  return str(pathlib.Path(name).absolute()) if os.path.exists(name) else name
+
+
 def load_target(
   name_or_path: str | os.PathLike[str],
   dtype: str | None = None,

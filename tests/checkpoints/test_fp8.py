@@ -5,8 +5,10 @@ import functools
 import json
 import pathlib
 import tempfile
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
@@ -33,7 +35,7 @@ FINE = {
   "quant_method": "fp8",
   "weight_block_size": [128, 128],
 }
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, Any] = {
   "actorder": None,
   "block_structure": None,
   "group_size": None,
@@ -43,7 +45,7 @@ _ARGUMENTS = {
   "symmetric": True,
   "type": "float",
 }
-CHANNEL = {
+CHANNEL: dict[str, Any] = {
   "config_groups": {
     "group_0": {
       "input_activations": _ARGUMENTS | {"dynamic": True, "strategy": "token"},
@@ -130,7 +132,8 @@ class LoadTest(parameterized.TestCase):
     hold = mechanism.hold(config, None if channel else fp8.BLOCKS)
     kinds = set()
     for name, value in params.items():
-      wanted, found = hold(name, value), loaded.params[name]
+      wanted: Any = hold(name, jnp.asarray(value))
+      found = loaded.params[name]
       self.assertIs(
         isinstance(found, FP8Array), isinstance(wanted, FP8Array), name
       )

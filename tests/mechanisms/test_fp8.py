@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +64,7 @@ class LosslessTest(kit.Float64TestCase):
 
   def test_rows_are_rounded_too(self):
     """It is not the model of what its codes stand for."""
-    w = assembly.leaves(quantized("float64"))["layers.0.mlp.down.weight"]
+    w: Any = assembly.leaves(quantized("float64"))["layers.0.mlp.down.weight"]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 48)))
     found = layers.matmul(x, w)
     self.assertEqual(found.dtype, jnp.float64)
@@ -78,8 +80,8 @@ class ModelTest(parameterized.TestCase):
     self.enterContext(kit.quick_compilation())
 
   def test_what_becomes_codes(self):
-    plain = assembly.leaves(kit.build(CONFIG, "float32"))
-    for name, leaf in assembly.leaves(quantized("float32")).items():
+    plain = target_lib.parameters(kit.build(CONFIG, "float32"))
+    for name, leaf in target_lib.parameters(quantized("float32")).items():
       linear = name.startswith("layers.") and name.endswith(
         ("_proj.weight", "qkv.weight", "gate_up.weight", "down.weight")
       )
@@ -194,6 +196,15 @@ class ModelTest(parameterized.TestCase):
     self.assertEqual(planned, held)
     with self.assertRaisesRegex(SpecPilotError, "weights=w12 cannot be made"):
       source.build("bfloat16", weights="w12")
+
+  def test_names(self):
+    self.assertEqual(loading.located("zoo"), "zoo")
+    self.assertEqual(loading.located("fp8:zoo"), "fp8:zoo")
+    here = os.getcwd()
+    self.assertEqual(loading.located("FP8:."), f"FP8:{here}")
+    self.assertEqual(loading.located("."), here)
+    with self.assertRaisesRegex(SpecPilotError, "name or path .* is empty"):
+      loading.open_target("fp8:")
 
   def test_no_proposal(self):
     """It would win against a model that it is not."""

@@ -1,6 +1,7 @@
 """Products with FP8: the definition, the kernel interpreted, its lowering."""
 
 import functools
+from typing import Any
 from unittest import mock
 
 import jax
@@ -36,15 +37,19 @@ def rows(n: int, width: int) -> np.ndarray:
   return gaussian(n, width, seed=n).astype(BFLOAT16)
 
 
+def made(*parts: Any) -> FP8Array:
+  return FP8Array(*parts)
+
+
 def packed(matrix, block: tuple[int, int]) -> FP8Array:
   codes, scale = quantize(matrix, block)
   rest = np.zeros((0, matrix.shape[1]), BFLOAT16)
-  return FP8Array(codes, scale, rest, block)
+  return made(codes, scale, rest, block)
 
 
 def struct(high: int, width: int, block: tuple[int, int]) -> FP8Array:
   scales = fp8_array.scale_shape(high, width, block)
-  return FP8Array(
+  return made(
     jax.ShapeDtypeStruct((high, width), E4M3),
     jax.ShapeDtypeStruct(scales, jnp.float32),
     jax.ShapeDtypeStruct((0, width), jnp.bfloat16),
@@ -170,7 +175,7 @@ class ProductTest(parameterized.TestCase):
     """
     rng = np.random.default_rng(0)
     w = packed(gaussian(192, 640), block)
-    w = FP8Array(
+    w = made(
       rng.integers(-15, 16, (192, 640)).astype(E4M3),
       w.scale,
       w.rest,
