@@ -30,7 +30,8 @@ class Kernels:
 
   Passes over a run of prompt, scoring among them, take the references:
   products with weights bound them, and scores of a kernel's outputs come from
-  the definition.
+  the definition. `fp8_matmul` alone is in prompts too, whose products it is
+  faster at; scores are the reference's.
 
   Attributes:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).

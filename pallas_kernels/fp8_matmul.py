@@ -10,9 +10,9 @@ reference says so in plain JAX. The kernel multiplies tiles of 128 columns in
 the FP8 units and adds them in float32, in an order that depends on the shape of
 W alone: what a row yields does not depend on how many rows there are.
 
-A program has some rows of W, all rows of x and a run of blocks. Where there
-would be too few programs the blocks are shared out; what each share sums up is
-added in order, by XLA, which fuses that with what follows.
+A program has some rows of W, up to 128 rows of x and a run of blocks. Where
+there would be too few programs the blocks are shared out; what each share sums
+up is added in order, by XLA, which fuses that with what follows.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, fp8_array, fp8_dot, fp8_rows
 from pallas_kernels.fp8_array import BLOCK, FP8Array
 
-MAX_ROWS = 128
-"""Rows of x that the kernel takes; more are the reference's."""
+MOST_ROWS = 128
+"""Rows of a tile of x at most; more rows are several tiles."""
 
 LEAST_ROWS = 16
 """Rows of a tile of x at least: of fewer the FP8 units are not used."""
@@ -97,8 +97,8 @@ def card() -> Card:
 
 
 def rows_of(n: int) -> int:
-  """Rows that the kernel works on for n rows of x."""
-  return max(LEAST_ROWS, 1 << (n - 1).bit_length())
+  """Rows of a tile of x where there are n in all."""
+  return min(MOST_ROWS, max(LEAST_ROWS, 1 << (n - 1).bit_length()))
 
 
 def shares_of(w: FP8Array, programs: int) -> int:
@@ -126,12 +126,11 @@ def matmul(
     x: float32 is the least that its scales and sums have.
     w: its `rest` does not take part.
     out_dtype: of x unless given.
-    implementation: the kernel takes up to `MAX_ROWS` rows; more are the
-      reference's.
+    implementation: the kernel takes any number of rows.
     tile, shares: of the kernel, instead of those that suit the card.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
-  if implementation == "reference" or x.shape[0] > MAX_ROWS:
+  if implementation == "reference":
     return _reference(x, w).astype(out_dtype)
   return _kernel(x, w, implementation, tile, shares).astype(out_dtype)
 
@@ -173,15 +172,19 @@ def _product(x, w):
 def _kernel(x, w, implementation, tile, shares):
   n = x.shape[0]
   rows = w.codes.shape[0]
-  padded = rows_of(n)
+  height = rows_of(n)
+  padded = pl.cdiv(n, height) * height
   mine = card()
-  tile = tile or mine.tiles[padded]
+  tile = tile or mine.tiles[height]
   shares = shares or shares_of(w, mine.programs)
   codes, scale = fp8_rows.quantize(x, w.block[1], padded, implementation)
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   parts = pl.pallas_call(
-    functools.partial(_sum_up, tile=tile, shares=shares, block=w.block),
-    grid=(pl.cdiv(rows, tile.rows), shares),
+    functools.partial(
+      _sum_up, tile=tile, height=height, shares=shares, block=w.block
+    ),
+    # Programs next to one another have the same rows of W.
+    grid=(padded // height, pl.cdiv(rows, tile.rows), shares),
     in_specs=[anywhere] * 4,
     out_specs=anywhere,
     out_shape=jax.ShapeDtypeStruct((shares, padded, rows), jnp.float32),
@@ -194,8 +197,10 @@ def _kernel(x, w, implementation, tile, shares):
   return functools.reduce(operator.add, [parts[i, :n] for i in range(shares)])
 
 
-def _sum_up(x_ref, s_ref, w_ref, scale_ref, out_ref, *, tile, shares, block):
-  """What a run of blocks yields for some rows of W.
+def _sum_up(
+  x_ref, s_ref, w_ref, scale_ref, out_ref, *, tile, height, shares, block
+):
+  """What a run of blocks yields for some rows of x and of W.
 
   Args:
     x_ref: codes [n, blocks * 128].
@@ -204,9 +209,10 @@ def _sum_up(x_ref, s_ref, w_ref, scale_ref, out_ref, *, tile, shares, block):
     scale_ref: their scales [R, C].
     out_ref: [shares, n, Q].
   """
-  n, blocks = x_ref.shape[0], x_ref.shape[1] // BLOCK
+  blocks = x_ref.shape[1] // BLOCK
   rows, width = w_ref.shape
-  first, share = pl.program_id(0) * tile.rows, pl.program_id(1)
+  here = pl.ds(pl.program_id(0) * height, height)
+  first, share = pl.program_id(1) * tile.rows, pl.program_id(2)
   row = first + jnp.arange(tile.rows)
   whole = rows % tile.rows == 0
 
@@ -219,19 +225,19 @@ def _sum_up(x_ref, s_ref, w_ref, scale_ref, out_ref, *, tile, shares, block):
     return pltriton.load(place, mask=live, other=0.0)
 
   def scales(c):
-    """Of a column of blocks: [rows of W or one, n]."""
-    own = s_ref[c, :][None, :]
+    """Of a column of blocks: [rows of W or one, rows of x]."""
+    own = s_ref[c, here][None, :]
     if block[0] % tile.rows == 0:
       return scale_ref[first // block[0], c] * own
     at = scale_ref.at[row // block[0], c]
     return pltriton.load(at, mask=row < rows, other=0.0)[:, None] * own
 
   def product(b):
-    codes = x_ref[:, pl.ds(b * BLOCK, BLOCK)]
+    codes = x_ref[here, pl.ds(b * BLOCK, BLOCK)]
     return fp8_dot.dot(weights(b), codes)
 
   begin, end = share * blocks // shares, (share + 1) * blocks // shares
-  total = jnp.zeros((tile.rows, n), jnp.float32)
+  total = jnp.zeros((tile.rows, height), jnp.float32)
   if s_ref.shape[0] == 1:
     total = lax.fori_loop(begin, end, lambda b, t: t + product(b), total)
     total *= scales(0)
@@ -245,8 +251,9 @@ def _sum_up(x_ref, s_ref, w_ref, scale_ref, out_ref, *, tile, shares, block):
 
     total, _ = lax.fori_loop(begin, end, step, (total, scales(begin)))
   if whole:
-    out_ref[share, :, pl.ds(first, tile.rows)] = total.T
+    out_ref[share, here, pl.ds(first, tile.rows)] = total.T
   else:
-    place = out_ref.at[share, jnp.arange(n)[:, None], row[None, :]]
-    live = jnp.broadcast_to((row < rows)[None, :], (n, tile.rows))
+    each = pl.program_id(0) * height + jnp.arange(height)
+    place = out_ref.at[share, each[:, None], row[None, :]]
+    live = jnp.broadcast_to((row < rows)[None, :], (height, tile.rows))
     pltriton.store(place, total.T, mask=live)

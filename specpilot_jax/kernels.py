@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import dispatch, fp8_matmul, gdn_verify, w12_matmul
+from pallas_kernels import dispatch, gdn_verify, w12_matmul
 from pallas_kernels.dispatch import ALTERNATIVES, IMPLEMENTATIONS, Kernels
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
@@ -148,7 +148,6 @@ def check_passes(
     raise SpecPilotError(
       f"kernel w12_matmul takes bfloat16, not {dtype}; take its reference"
     )
-  _check_fp8(kernels, nodes, prefill_chunk, weights)
   if packed and nodes > w12_matmul.MAX_ROWS:
     raise SpecPilotError(
       f"kernel w12_matmul takes at most {w12_matmul.MAX_ROWS} rows, a pass has"
@@ -164,24 +163,6 @@ def check_passes(
     raise SpecPilotError(
       "prefill_chunk must be at least 2 with kernels other than the"
       " references, which compute prompts and scores"
-    )
-
-
-def _check_fp8(
-  kernels: Kernels, nodes: int, prefill_chunk: int, weights: str
-) -> None:
-  limit = fp8_matmul.MAX_ROWS
-  if not dispatch.is_kernel(kernels.fp8_matmul) or weights != "fp8":
-    return
-  if nodes > limit:
-    raise SpecPilotError(
-      f"kernel fp8_matmul takes at most {limit} rows, a pass has {nodes} nodes"
-    )
-  if prefill_chunk <= limit:
-    raise SpecPilotError(
-      f"prefill_chunk must be above {limit} with the kernel fp8_matmul, which"
-      " takes up to so many rows: prompts and scores are computed with the"
-      " reference"
     )
 
 

@@ -74,8 +74,7 @@ def matmul(
       takes them, a product with the decoded matrix.
     view: one of `VIEWS`: the product with that view of a weight in W12, and
       with no bit of the rest of it. Other weights have none.
-    fp8: implementation for weights in FP8; of so many rows that no kernel takes
-      them, the reference.
+    fp8: implementation for weights in FP8, of any number of rows.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
@@ -228,6 +227,17 @@ def read_view[M: nnx.Module](module: M, view: str) -> M:
   for _, part in nnx.iter_modules(module):
     if isinstance(part, Linear | Embedding):
       part.view = view
+  return module
+
+
+def by_definition[M: nnx.Module](module: M) -> M:
+  """The module, its products with FP8 weights those of the reference.
+
+  Their kernel takes prompts too, so what judges its outputs has to be told.
+  """
+  for _, part in nnx.iter_modules(module):
+    if isinstance(part, Linear):
+      part.fp8 = "reference"
   return module
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from experiments.agents.search import Search
-from pallas_kernels import fp8_array
+from pallas_kernels import fp8_array, fp8_matmul
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.fp8_array import FP8Array
 from specpilot_jax import footprint, loading
-from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import GDN, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
@@ -96,7 +96,7 @@ class ModelTest(parameterized.TestCase):
       self.assertLess(error.max(), 0.04 * np.abs(plain[name]).max())
 
   def test_kernels_interpreted(self):
-    """In every product of few rows, and the reference in a run of prompt."""
+    """In every product."""
     config = kit.hybrid(
       vocab_size=64,
       hidden_size=64,
@@ -113,7 +113,7 @@ class ModelTest(parameterized.TestCase):
         fp8.target(target),
         system=CODES,
         max_seq_len=256,
-        prefill_chunk=129,
+        prefill_chunk=32,
       )
       sampling = SamplingParams(max_tokens=6, ignore_eos=True)
       return engine.generate([1, 2, 3, 1, 2, 3], sampling).token_ids
@@ -146,14 +146,31 @@ class ModelTest(parameterized.TestCase):
     with self.assertRaisesRegex(SpecPilotError, "two_level looks .* is in FP8"):
       registry.schedule(system, quantized("float32"), PromptLookup(3))
 
-  def test_passes(self):
-    chosen = Kernels(fp8_matmul="interpret")
-    kernels_lib.check_passes(chosen, 128, 129, "fp8")
-    kernels_lib.check_passes(chosen, 192, 64, "bf16")
-    with self.assertRaisesRegex(SpecPilotError, "at most 128 rows, .* 129 no"):
-      kernels_lib.check_passes(chosen, 129, 256, "fp8")
-    with self.assertRaisesRegex(SpecPilotError, "chunk must be above 128"):
-      kernels_lib.check_passes(chosen, 16, 128, "fp8")
+  def test_where_the_kernel_is(self):
+    """In prompts and steps; scores come from the definition."""
+    target = target_lib.assemble(
+      CONFIG,
+      target_lib.parameters(quantized("float32")),
+      jnp.float32,
+      Kernels(fp8_matmul="interpret"),
+    )
+    running = Engine(target, system=CODES, max_seq_len=64, prefill_chunk=8)
+    fns, params = running._base, running._params
+    carry, tokens = running._fresh_carry(), jnp.zeros(8, jnp.int32)
+    request = running._request(SamplingParams())
+    counts = []
+    with mock.patch.object(
+      fp8_matmul, "_kernel", wraps=fp8_matmul._kernel
+    ) as kernel:
+      for function, arguments in (
+        (fns.prefill, (tokens, jnp.int32(8))),
+        (fns.step, (request,)),
+        (fns.score, (request, tokens, tokens, jnp.int32(8), 0.0)),
+      ):
+        jax.eval_shape(function, params, carry, *arguments)
+        counts.append(kernel.call_count)
+    products = 4 * CONFIG.num_layers
+    self.assertEqual(counts, [products, 2 * products, 2 * products])
 
   def test_build_refuses(self):
     name = "layers.0.mlp.down.weight"
