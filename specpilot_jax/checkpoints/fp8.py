@@ -286,6 +286,15 @@ def join(
   )
 
 
+def refuse_to_write(params: Mapping[str, Any], where: str) -> None:
+  """Refuses parameters in FP8, of which no writer knows."""
+  for name, value in params.items():
+    if isinstance(value, FP8Array):
+      raise SpecPilotError(
+        f"{where}: parameter {name!r} is in FP8, which is not written"
+      )
+
+
 def split_rows(fused: Fused, where: str, is_coded) -> int:
   """How many of a parameter's tensors are codes: the first ones.
 

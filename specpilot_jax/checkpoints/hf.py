@@ -422,6 +422,7 @@ def save(
       folder that cannot be written.
   """
   table = layout(config)
+  fp8_lib.refuse_to_write(params, config.name)
   for name in params:
     if name not in table:
       raise SpecPilotError(f"{config.name}: unknown parameter {name!r}")

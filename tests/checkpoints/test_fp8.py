@@ -17,7 +17,13 @@ from absl.testing import absltest, parameterized
 from pallas_kernels import fp8_array
 from pallas_kernels.fp8_array import FP8Array
 from specpilot_jax import loading
-from specpilot_jax.checkpoints import conversion, fp8, hf, load_checkpoint
+from specpilot_jax.checkpoints import (
+  conversion,
+  fp8,
+  hf,
+  load_checkpoint,
+  orbax,
+)
 from specpilot_jax.checkpoints.layout import layout
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import fp8 as mechanism
@@ -168,12 +174,17 @@ class LoadTest(parameterized.TestCase):
     self.refused(
       "is in FP8 already", lambda: loading.open_target(f"fp8:{self.folder}")
     )
+    checkpoint = source.checkpoint
+    out = self.folder.parent / "out"
+    for save in (
+      lambda: hf.save(out, checkpoint.config, checkpoint.params),
+      lambda: orbax.save(out, checkpoint),
+    ):
+      self.refused("is in FP8, which is not written", save)
     for kind in conversion.FORMATS:
       self.refused(
         f"in FP8; {kind} would make another model",
-        lambda kind=kind: conversion.convert(
-          self.folder, self.folder.parent / "out", kind
-        ),
+        lambda kind=kind: conversion.convert(self.folder, out, kind),
       )
 
   def test_scales_of_other_types(self):
