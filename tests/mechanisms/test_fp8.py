@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from flax import nnx
 
 from experiments.agents.search import Search
 from pallas_kernels import fp8_array, fp8_matmul
@@ -23,6 +24,7 @@ from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import fp8, registry, w12
 from specpilot_jax.models import assembly, layers
+from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
 from tests.decoding import kit
 
@@ -95,30 +97,22 @@ class ModelTest(parameterized.TestCase):
       error = np.abs(np.asarray(fp8_array.decode(leaf)) - plain[name])
       self.assertLess(error.max(), 0.04 * np.abs(plain[name]).max())
 
-  def test_kernels_interpreted(self):
-    """In every product."""
-    config = kit.hybrid(
-      vocab_size=64,
-      hidden_size=64,
-      intermediate_size=64,
-      layer_types=(GDN,),
-    )
-    plain = kit.build(config, "bfloat16")
+  def test_kernel_interpreted(self):
+    """In every product of a layer."""
+    config = dataclasses.replace(CONFIG, layer_types=(GDN,))
+    plain = fp8.target(kit.build(config, "float32"))
+    nodes = state_lib.run_of(jnp.arange(5), jnp.int32(5), prefill=True)
+    state = state_lib.init_state(config, 16, jnp.float32)
 
-    def tokens(kernels):
+    def hidden(kernels):
       target = target_lib.assemble(
-        config, target_lib.parameters(plain), jnp.bfloat16, kernels
+        config, target_lib.parameters(plain), jnp.float32, kernels
       )
-      engine = Engine(
-        fp8.target(target),
-        system=CODES,
-        max_seq_len=256,
-        prefill_chunk=32,
-      )
-      sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-      return engine.generate([1, 2, 3, 1, 2, 3], sampling).token_ids
+      return nnx.jit(lambda model: model(nodes, state).hidden)(target)
 
-    self.assertEqual(tokens(Kernels(fp8_matmul="interpret")), tokens(Kernels()))
+    wanted = hidden(Kernels())
+    found = hidden(Kernels(fp8_matmul="interpret"))
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * jnp.abs(wanted).max())
 
   def test_systems_that_run_on_it(self):
     plain, target = kit.build(CONFIG, "float32"), quantized("float32")
