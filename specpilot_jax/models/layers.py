@@ -17,7 +17,7 @@ from pallas_kernels import (
   w12_decode,
   w12_matmul,
 )
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, W12Implementation
 from pallas_kernels.fp8_array import FP8Array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs
@@ -61,7 +61,7 @@ def matmul(
   x: Float[Array, "N I"],
   weight: Weight,
   out_dtype=None,
-  w12: Implementation = "reference",
+  w12: W12Implementation = "reference",
   view: str | None = None,
   fp8: Implementation = "reference",
 ) -> Float[Array, "N O"]:
@@ -173,7 +173,7 @@ class Linear(nnx.Module):
     out_features: int,
     dtype,
     rngs,
-    w12: Implementation = "reference",
+    w12: W12Implementation = "reference",
     fp8: Implementation = "reference",
   ):
     self.w12, self.fp8 = w12, fp8
@@ -196,7 +196,7 @@ class Embedding(nnx.Module):
     features: int,
     dtype,
     rngs,
-    w12: Implementation = "reference",
+    w12: W12Implementation = "reference",
   ):
     self.w12 = w12
     self.view: str | None = None  # see `read_view`; rows are read as they are
@@ -291,7 +291,7 @@ class MLP(nnx.Module):
     hidden: int,
     dtype,
     rngs,
-    w12: Implementation = "reference",
+    w12: W12Implementation = "reference",
     fp8: Implementation = "reference",
   ):
     self.gate_up = Linear(features, 2 * hidden, dtype, rngs, w12, fp8)
