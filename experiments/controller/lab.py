@@ -23,7 +23,6 @@ from experiments.controller import (
   ledger,
   noise,
   paired,
-  patches,
   process_blocks,
   sandbox,
   statistics,
@@ -32,6 +31,7 @@ from experiments.controller import (
 from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.process import EngineFault, EngineProcess
 from experiments.settings import Settings
+from memory import patches
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax import loading, paths
 from specpilot_jax.configs import SystemConfig

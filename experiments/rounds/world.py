@@ -12,12 +12,13 @@ from typing import Any
 from experiments import plan as plan_lib
 from experiments import results
 from experiments.controller import lab as lab_lib
-from experiments.controller import noise, paired, patches, statistics, tree
+from experiments.controller import noise, paired, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.lab import Lab
 from experiments.controller.process import EngineFault
 from experiments.rounds.phases import System
 from experiments.settings import Settings
+from memory import patches
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
