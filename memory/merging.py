@@ -90,9 +90,9 @@ def merge_text(
   Args:
     base: the ancestor.
     ours, theirs: the versions.
-    both: where both sides insert something between the same two lines, has
-      ours and then theirs, as lists that grow at their end need it; otherwise
-      that is a clash.
+    both: takes changes that touch and do not overlap, one behind the other
+      (ours first where both insert at one place), as lists that grow at their
+      end need it. Otherwise those are clashes, as they are to git.
 
   Returns:
     The merged text, which has ours where the sides clash, and the clashes.
@@ -106,7 +106,7 @@ def merge_text(
   out: list[str] = []
   clashes, at = [], 0
   while sides[0] or sides[1]:
-    region = _region(sides)
+    region = _region(sides, both)
     start = min(c.start for side in region for c in side)
     end = max(c.end for side in region for c in side)
     out += lines[at:start]
@@ -114,28 +114,39 @@ def merge_text(
     mine, its = (_apply(lines, start, end, side) for side in region)
     out += mine if region[0] else its
     if region[0] and region[1] and mine != its:
-      if both and start == end:
-        out += its
-      else:
-        texts = ("".join(x) for x in (lines[start:end], mine, its))
-        clashes.append(Clash("", start + 1, *texts))
+      texts = ("".join(x) for x in (lines[start:end], mine, its))
+      clashes.append(Clash("", start + 1, *texts))
   return "".join([*out, *lines[at:]]), clashes
 
 
-def _region(sides: list[list[_Change]]) -> list[list[_Change]]:
-  """Takes the next changes that overlap or touch, of either side."""
+def _region(sides: list[list[_Change]], both: bool) -> list[list[_Change]]:
+  """Takes the next changes of either side that stand in each other's way."""
   region: list[list[_Change]] = [[], []]
   side = min(
-    (i for i in (0, 1) if sides[i]), key=lambda i: (sides[i][0].start, i)
+    (i for i in (0, 1) if sides[i]),
+    key=lambda i: (sides[i][0].start, sides[i][0].end, i),
   )
-  region[side].append(sides[side].pop(0))
-  end = region[side][0].end
+  first = sides[side].pop(0)
+  region[side].append(first)
+  other = sides[1 - side]
+  if other and other[0] == first:
+    region[1 - side].append(other.pop(0))
+  start, end = first.start, first.end
   while True:
-    side = next((i for i in (0, 1) if sides[i] and sides[i][0].start <= end), 2)
-    if side == 2:
+    near = [
+      i
+      for i in (0, 1)
+      if sides[i]
+      and (
+        max(start, sides[i][0].start) < min(end, sides[i][0].end)
+        or start < sides[i][0].start < end
+        or (not both and sides[i][0].start <= end)
+      )
+    ]
+    if not near:
       return region
-    change = sides[side].pop(0)
-    region[side].append(change)
+    change = sides[near[0]].pop(0)
+    region[near[0]].append(change)
     end = max(end, change.end)
 
 
