@@ -104,17 +104,31 @@ def recorded_gain(entry: Entry, found: Deployment | None) -> float:
   return 0.0 if found is None or found.gain is None else found.gain
 
 
+MOST = 0.8
+"""Share of a patch's lines that sources must have so that they have it."""
+
+
 def is_present(entry: Entry, tree: Mapping[str, bytes]) -> bool:
-  """Whether sources have a mechanism, perhaps in a later form: they register
-  its options and have the files that it adds."""
+  """Whether sources have a mechanism, perhaps in a later form.
+
+  They do where they register its options and have the files that it adds; of
+  one that brings neither, where they have most of the lines that it adds.
+  """
   record = entry.record
   added = [path for path, pair in record.sources.items() if pair[0] is None]
-  if not added and not record.options:
-    return False
-  options = sources.registered(tree)
-  return all(path in tree for path in added) and all(
-    name in options for name in record.option_names
-  )
+  if added or record.options:
+    options = sources.registered(tree)
+    return all(path in tree for path in added) and all(
+      name in options for name in record.option_names
+    )
+  wanted, found = 0, 0
+  for change in patches.parse(entry.patch, sources.check_source):
+    there = set(tree.get(change.path, b"").decode().splitlines())
+    lines = [line.rstrip("\n") for line in change.added_lines]
+    lines = [line for line in lines if line.strip()]
+    wanted += len(lines)
+    found += sum(line in there for line in lines)
+  return wanted > 0 and found >= MOST * wanted
 
 
 def choose(
@@ -163,7 +177,8 @@ def _state(
     return dataclasses.replace(
       choice,
       state=PRESENT,
-      system=System(settings=settings),
+      # Without settings there is nothing to switch on.
+      system=System(settings=settings) if settings else None,
       reason="the sources have it",
     )
   try:
@@ -310,6 +325,8 @@ def replay(
   tried: list[tuple[Choice, str, Outcome | None]] = []
   for choice in choices:
     outcome, status = None, "not-applicable"
+    if choice.state == PRESENT and choice.system is None:
+      continue
     if choice.state == CLASHES:
       status = "failed-to-apply"
     elif choice.system is not None:

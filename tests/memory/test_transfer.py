@@ -69,6 +69,25 @@ def test_sources_that_have_a_mechanism_are_left_as_they_are(store):
     assert choice.system == System(settings=choice.entry.record.settings)
 
 
+def test_what_brings_no_option_is_known_by_its_lines(tmp_path):
+  store = Store(tmp_path)
+  store.add_base(kit.BASE)
+  after = kit.edited(kit.edited(kit.BASE, kit.A, 3, "one"), kit.A, 9, "other")
+  store.add(
+    {"kind": "mechanism", "title": "lines", "factor": "kernel"},
+    sources.patch(kit.BASE, after),
+  )
+  store = Store(tmp_path)
+  states = []
+  for tree in (kit.BASE, kit.edited(after, kit.A, 20, "moved on")):
+    (choice,) = transfer.choose(store, HERE, tree)
+    states.append((choice.state, choice.system is None))
+  assert states == [(transfer.APPLIES, False), (transfer.PRESENT, True)]
+  # Nothing to measure, nothing to note.
+  done = transfer.replay(store, HERE, after, _Measure())
+  assert done.tried == () and done.champion == transfer.STOCK
+
+
 def test_what_clashes_is_a_task_that_names_file_and_place(store):
   moved = kit.edited(kit.BASE, kit.A, 3, "something else")
   found = {_title(c.entry): c for c in transfer.choose(store, HERE, moved)}
