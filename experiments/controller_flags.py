@@ -68,7 +68,9 @@ def define_controller_flags() -> Reader:
     lower_bound=0,
   )  # fmt: skip
   agents = flags.DEFINE_list(
-    "agents", ["search"], f"Who proposes in a round: {', '.join(AGENTS)}."
+    "agents",
+    ["memory", "search"],
+    f"Who proposes in a round: {', '.join(AGENTS)}.",
   )
   command = flags.DEFINE_string(
     "agent_command", None, "Of the agent command: a program that is run in a"

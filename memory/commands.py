@@ -8,8 +8,7 @@ from typing import Any
 
 from memory import merging, reading, rounds, schema, sources, transfer
 from memory.manifest import digest
-from memory.reading import Entry
-from memory.schema import NEGATIVE, Fingerprint
+from memory.schema import NEGATIVE
 from memory.store import Store
 from specpilot_jax.errors import SpecPilotError
 
@@ -231,7 +230,7 @@ def replay(
       f"  {choice.entry.record.title}: {choice.reason}"
     )
     if choice.system is not None and choice.system != transfer.STOCK:
-      lines.append(json.dumps(proposal(choice)))
+      lines.append(json.dumps(transfer.proposal(choice)))
   for choice in choices:
     if choice.port is not None:
       for clash in choice.port.clashes:
@@ -239,31 +238,6 @@ def replay(
   if output is not None:
     output.write_text("".join(f"{line}\n" for line in lines))
     yield f"{len(lines)} proposals: {output}"
-
-
-def proposal(choice: transfer.Choice) -> dict[str, Any]:
-  """A choice as the round's agents have proposals."""
-  assert choice.system is not None
-  return {
-    "task": task_of(choice.entry, choice.state),
-    "options": choice.system.settings,
-    "patch": choice.system.patch.decode(),
-    "hypothesis": f"{choice.entry.id}: {choice.entry.record.title}",
-    "prediction": choice.nearest.gain if choice.nearest else None,
-  }
-
-
-def task_of(entry: Entry, state: str) -> str:
-  """The direction of a round that an entry belongs to: its option's where the
-  sources have it."""
-  names = entry.record.option_names
-  name = names[0] if names and state == transfer.PRESENT else "open"
-  return f"{entry.record.factor}/{name}"
-
-
-def describe(fingerprint: Fingerprint) -> str:
-  """A fingerprint as its file."""
-  return json.dumps(dataclasses.asdict(fingerprint), indent=1)
 
 
 def write_sources(store: Store, name: str, folder: Path) -> Iterator[str]:

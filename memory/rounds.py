@@ -98,6 +98,12 @@ def _read(path: Path) -> str:
     raise SpecPilotError(f"{path}: not UTF-8 text") from None
 
 
+def proposal_id(fields: Mapping[str, Any]) -> str:
+  """A proposal's id in its round, from its settings and its patch."""
+  text = json.dumps([fields["options"], fields["patch"]])
+  return "opt-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def read(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
   """A finished round: its result, and its trials with their proposals.
 
@@ -114,9 +120,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
     for event in events:
       if event["event"] == "done" and event["key"].startswith("propose/"):
         for fields in event["result"]["proposals"]:
-          text = json.dumps([fields["options"], fields["patch"]])
-          name = "opt-" + hashlib.sha256(text.encode()).hexdigest()[:16]
-          proposals.setdefault(name, fields)
+          proposals.setdefault(proposal_id(fields), fields)
     trials = [
       Trial(
         trial,

@@ -8,6 +8,7 @@ memory. A gain that was found before is never a discovery.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from memory import merging, patches, sources, trees
 from memory.merging import Clash
@@ -428,3 +429,23 @@ def join(*parts: str) -> str:
       name, _, value = part.partition("=")
       merged[name.strip()] = value.strip()
   return ",".join(f"{name}={value}" for name, value in merged.items())
+
+
+def task_of(choice: Choice) -> str:
+  """The direction of a round that a choice belongs to: its option's where the
+  sources have it, the open one of its factor otherwise."""
+  names = choice.entry.record.option_names
+  name = names[0] if names and choice.state == PRESENT else "open"
+  return f"{choice.entry.record.factor}/{name}"
+
+
+def proposal(choice: Choice) -> dict[str, Any]:
+  """A choice as agents of a round write proposals."""
+  assert choice.system is not None
+  return {
+    "task": task_of(choice),
+    "options": choice.system.settings,
+    "patch": choice.system.patch.decode(),
+    "hypothesis": f"{choice.entry.id}: {choice.entry.record.title}",
+    "prediction": choice.nearest.gain if choice.nearest else None,
+  }

@@ -1,29 +1,36 @@
 """The job `round`: phases 0 to 4 of a deployment, in slices if need be."""
 
 import dataclasses
+import importlib.metadata
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import benchmark, report, results
+from experiments import benchmark, devices, report, results
 from experiments.agents.command import Command
 from experiments.agents.protocol import Agent, Limits, Session, Task
+from experiments.agents.recall import Recall
 from experiments.agents.replay import Replay
 from experiments.agents.search import Search
 from experiments.console import say
 from experiments.controller import noise, paired_test, tree
 from experiments.controller.lab import Lab
+from experiments.rounds import reuse
 from experiments.rounds import section as round_section
 from experiments.rounds.log import Budget, BudgetSpent, Log
 from experiments.rounds.phases import STOCK, Plan, Round
 from experiments.rounds.world import LabWorld, Sealed
 from experiments.settings import Settings
+from memory import sources
+from memory.schema import Fingerprint
+from memory.store import Store
+from specpilot_jax import loading
 from specpilot_jax.errors import SpecPilotError
 
 LOG = "round.jsonl"
-AGENTS = ("search", "replay", "command")
+AGENTS = ("memory", "search", "replay", "command")
 LIMITS = ("max_wall_s", "max_trials", "max_device_s", "max_usd")
 UNMARKED = (*LIMITS, "agent_workers", "workers")
 """Flags and settings that may differ when a round is taken up again."""
@@ -34,7 +41,8 @@ class RoundSettings:
   """A round, beside the settings of a run.
 
   Attributes:
-    agents: of `AGENTS`, in the order in which they are asked.
+    agents: of `AGENTS`, in the order in which they are asked; `memory` is the
+      first in any case.
     command: of the agent `command`.
     proposals: JSON lines, of the agent `replay`.
     champion: folder of a finished round whose champion is the start.
@@ -46,7 +54,7 @@ class RoundSettings:
     sealed: the last test.
   """
 
-  agents: tuple[str, ...] = ("search",)
+  agents: tuple[str, ...] = ("memory", "search")
   command: str | None = None
   proposals: Path | None = None
   champion: Path | None = None
@@ -85,10 +93,14 @@ def _champion(told: RoundSettings) -> Mapping[str, str]:
   return result["champion"]
 
 
-def _agents(settings: Settings, told: RoundSettings) -> list[Agent]:
+def _agents(
+  settings: Settings, told: RoundSettings, store: Store
+) -> list[Agent]:
   made: list[Agent] = []
-  for name in told.agents:
-    if name == "search":
+  for name in sorted(told.agents, key=lambda name: name != Recall.name):
+    if name == Recall.name:
+      made.append(_recall(settings, store))
+    elif name == "search":
       made.append(_search(settings))
     elif name == "replay":
       assert told.proposals is not None
@@ -97,6 +109,31 @@ def _agents(settings: Settings, told: RoundSettings) -> list[Agent]:
       assert told.command is not None
       made.append(Command(told.command, tree.ROOT))
   return made
+
+
+def _recall(settings: Settings, store: Store) -> Recall:
+  """What the memory has for a deployment, on the sources of this checkout."""
+  card = settings.card
+  meets = {
+    "gpu": card is not None,
+    "drafter": settings.drafter != "none",
+    "sampled": settings.sampling.temperature > 0,
+  }
+  where = Fingerprint(
+    target=loading.open_target(settings.target).config.name,
+    drafter=settings.drafter,
+    dtype=settings.dtype,
+    device="cpu" if card is None else devices.CARDS[card].kinds[0],
+    jax=importlib.metadata.version("jax"),
+    batch=1,
+    temperature=settings.sampling.temperature,
+  )
+  return Recall.of(
+    store,
+    where,
+    sources.read(tree.ROOT),
+    [need for need, met in meets.items() if met],
+  )
 
 
 def _search(settings: Settings) -> Search:
@@ -111,7 +148,7 @@ def _directions(
 ) -> list[tuple[str, str | None]]:
   found: dict[tuple[str, str | None], None] = {}
   for agent in agents:
-    if isinstance(agent, Search):
+    if isinstance(agent, Search | Recall):
       found |= dict.fromkeys(agent.tasks())
     elif isinstance(agent, Replay):
       for task in agent.tasks:
@@ -159,7 +196,8 @@ def run(settings: Settings, told: RoundSettings) -> int:
   """
   started = time.monotonic()
   start = _champion(told)
-  agents = _agents(settings, told)
+  store = Store()
+  agents = _agents(settings, told, store)
   mark = round_mark(settings, told, start)
   name = settings.target.replace("/", "_").replace(":", "_").strip("_")
   folder = settings.output_dir or benchmark.default_folder(f"round-{name}")
@@ -172,6 +210,9 @@ def run(settings: Settings, told: RoundSettings) -> int:
   if not any(line.get("kind") == "round" for line in log):
     log.note("round", mark=mark, flags=dict(settings.flags))
   say(f"round: results in {folder}")
+  for agent in agents:
+    for port in agent.ports if isinstance(agent, Recall) else ():
+      say(f"memory: does not apply to these sources: {port}")
   deadline = math.inf
   if settings.max_wall_s is not None:
     deadline = started + settings.max_wall_s
@@ -199,7 +240,7 @@ def run(settings: Settings, told: RoundSettings) -> int:
         folder / "agents",
       ).run()  # fmt: skip
       lab = world.lab()
-      return _finish(folder, log, lab, plan, outcome, started)
+      return _finish(folder, log, lab, plan, outcome, store, started)
   except BudgetSpent as e:
     log.note("paused", reason=str(e))
     say(
@@ -243,9 +284,16 @@ def _told(result: Any) -> str:
 
 
 def _finish(
-  folder: Path, log: Log, lab: Lab, plan: Plan, outcome, started: float
+  folder: Path,
+  log: Log,
+  lab: Lab,
+  plan: Plan,
+  outcome,
+  store: Store,
+  started: float,
 ) -> int:
   result = results.empty_result("round")
+  known = reuse.account(log, outcome["accepted"], store)
   settings = lab.settings
   result |= {
     "environment": lab.environment,
@@ -262,7 +310,10 @@ def _finish(
     "accepted": outcome["accepted"],
     "sealed": outcome["sealed"],
     "champion": outcome["champion"],
+    "memory": list(known.entries),
     "round": {
+      "reused": list(known.reused),
+      "discovered": list(known.discovered),
       "factors": outcome["factors"],
       "directions": outcome["directions"],
       "integrated": outcome["integrated"],
