@@ -10,6 +10,10 @@ from collections.abc import Mapping
 class Manifest:
   """Content hashes of a tree by path.
 
+  >>> one, two = manifest_of({"a": b"1", "b": b""}), manifest_of({"a": b"2"})
+  >>> one.differences(two)
+  ['a was changed', 'b is missing']
+
   Attributes:
     files: path to sha256.
   """

@@ -288,8 +288,7 @@ def _entry(
   before = store.trees.after(stands_on)
   after = patches.apply(before, patches.parse(patch))
   new = sources.registered(after) - sources.registered(before)
-  if trial.accepted and new:
-    fields["provenance"]["options"] = sorted(new)
+  fields["options"] = sources.registration(after, sorted(new))
   evidence = {
     "trial.json": schema.encode(
       {

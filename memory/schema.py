@@ -31,6 +31,9 @@ what ties them together; a result that says what not to try again."""
 
 FACTORS = ("tau", "kernel", "overhead", "batch")
 
+NEEDS = ("gpu", "drafter", "sampled")
+"""What a deployment may have: a GPU, a drafter, a temperature above 0."""
+
 STATUSES = (
   "verified",  # accepted by a paired test of the controller
   "observed",  # measured, but not by such a test
@@ -132,8 +135,7 @@ class Record:
     exactness: `class` (what it keeps), `proved_by` (names of checks), and
       figures of token forcing where there are some.
     constraints: what must hold for it to be correct.
-    needs: keys of the registry's deployments, and `gpu`, without which it does
-      nothing.
+    needs: of `NEEDS`, without which it does nothing.
     depends_on: ids without whose code it does not apply or run.
     conflicts_with: ids that it does not go together with, known at the time.
     supersedes: ids of entries that it stands for.
@@ -445,7 +447,10 @@ _FORMS: Mapping[str, Form] = {
   ),
   "exactness": _OBJECT,
   "constraints": _LINES,
-  "needs": _LINES,
+  "needs": (
+    f"a list of {', '.join(NEEDS)}",
+    lambda x: _all(x, lambda need: need in NEEDS),
+  ),
   "depends_on": _IDS,
   "conflicts_with": _IDS,
   "supersedes": _IDS,

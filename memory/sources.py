@@ -11,8 +11,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from memory import patches
 from memory.patches import PatchError
@@ -21,6 +22,7 @@ from specpilot_jax.errors import SpecPilotError
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "specpilot_jax")
 REGISTRY = "specpilot_jax/mechanisms/registry.py"
+CONFIGS = "specpilot_jax/configs.py"
 
 
 def read(root: Path = ROOT) -> dict[str, bytes]:
@@ -99,6 +101,13 @@ def write(files: Mapping[str, bytes], root: Path) -> None:
     (root / path).write_bytes(data)
 
 
+def _parse(files: Mapping[str, bytes]) -> ast.AST:
+  try:
+    return ast.parse(files.get(REGISTRY, b""))
+  except (SyntaxError, ValueError):
+    raise SpecPilotError(f"{REGISTRY} is no Python") from None
+
+
 def registered(files: Mapping[str, bytes]) -> set[str]:
   """Names of the options that a tree registers, read from its source.
 
@@ -109,17 +118,68 @@ def registered(files: Mapping[str, bytes]) -> set[str]:
   Raises:
     SpecPilotError: a registry that is no Python.
   """
-  try:
-    parsed = ast.parse(files.get(REGISTRY, b""))
-  except (SyntaxError, ValueError):
-    raise SpecPilotError(f"{REGISTRY} is no Python") from None
-  names = set()
+  parsed = _parse(files)
+  return {option["name"] for option in _options(parsed)}
+
+
+def registration(
+  files: Mapping[str, bytes], names: Iterable[str]
+) -> list[dict[str, Any]]:
+  """Options of a tree as records have them, read from its source.
+
+  Domain and default are as they are written there.
+
+  >>> text = b'o = Option(name="a", domain=Count(lowest=1), factor="tau")'
+  >>> (option,) = registration({REGISTRY: text}, ["a"])
+  >>> option["domain"], option["factor"], option["requires"]
+  ('Count(lowest=1)', 'tau', [])
+
+  Raises:
+    SpecPilotError: a registry that is no Python, or without the option.
+  """
+  defaults = _defaults(files.get(CONFIGS, b""))
+  there = {option["name"]: option for option in _options(_parse(files))}
+  found = []
+  for name in names:
+    if name not in there:
+      raise SpecPilotError(f"{REGISTRY}: no option {name!r}")
+    told = there[name]
+    found.append(
+      {
+        "name": name,
+        "default": defaults.get(name, ""),
+        **{k: str(told.get(k, "")) for k in ("domain", "summary")},
+        **{k: str(told.get(k, "")) for k in ("factor", "exactness")},
+        **{k: list(told.get(k, ())) for k in ("requires", "conflicts")},
+      }
+    )
+  return found
+
+
+def _options(parsed: ast.AST) -> Iterator[dict[str, Any]]:
+  """The keywords of each `Option`; what is no literal as it is written."""
   for node in ast.walk(parsed):
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "Option":
+      option: dict[str, Any] = {}
       for keyword in node.keywords:
-        if keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
-          names.add(str(keyword.value.value))
-  return names
+        if keyword.arg is not None:
+          try:
+            option[keyword.arg] = ast.literal_eval(keyword.value)
+          except ValueError:
+            option[keyword.arg] = ast.unparse(keyword.value)
+      if "name" in option:
+        yield option
+
+
+def _defaults(configs: bytes) -> dict[str, str]:
+  """Defaults of the fields of `SystemConfig`, as they are written."""
+  return {
+    ast.unparse(line.target): ast.unparse(line.value)
+    for node in ast.walk(ast.parse(configs))
+    if isinstance(node, ast.ClassDef) and node.name == "SystemConfig"
+    for line in node.body
+    if isinstance(line, ast.AnnAssign) and line.value is not None
+  }
 
 
 def changed(

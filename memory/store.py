@@ -36,6 +36,20 @@ class Store:
   """A memory. Reading refuses one that is damaged (`reading.problems` says
   everything), but does not make trees.
 
+  >>> import tempfile
+  >>> folder = tempfile.TemporaryDirectory()
+  >>> memory = Store(Path(folder.name))
+  >>> name = memory.add(
+  ...   {
+  ...     "kind": "negative",
+  ...     "title": "a kernel that lost",
+  ...     "factor": "kernel",
+  ...     "reason": "slower",
+  ...   }
+  ... )
+  >>> memory[name].record.title, memory.log[0].event
+  ('a kernel that lost', 'entry')
+
   Args:
     root: its folder; an empty one is an empty memory.
 
@@ -241,7 +255,9 @@ class Store:
     """Logs that some entries do not go together."""
     with files.locked(self.root):
       self._read()
-      names = sorted(self[name].id for name in ids)
+      names = sorted({self[name].id for name in ids})
+      if len(names) < 2:
+        raise SpecPilotError("conflict: expected two entries or more")
       self._append(log_lib.CONFLICT, {"entries": names, "reason": reason})
 
   def note_status(self, name: str, deployment: Deployment) -> None:

@@ -47,12 +47,14 @@ class PortTask:
   Attributes:
     entry: id.
     title: of the entry.
+    factor: of the speed that it acts on.
     clashes: every file and place where sources and entry clash.
     patch: the entry's, over its own base.
   """
 
   entry: str
   title: str
+  factor: str
   clashes: tuple[Clash, ...]
   patch: bytes
 
@@ -191,6 +193,7 @@ def _state(
       port=PortTask(
         entry=entry.id,
         title=entry.record.title,
+        factor=entry.record.factor or "",
         clashes=e.clashes,
         patch=entry.patch,
       ),

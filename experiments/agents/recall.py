@@ -13,6 +13,9 @@ from memory import transfer
 from memory.schema import Fingerprint
 from memory.store import Store
 
+PORT = "port-"
+"""How the names of tasks begin that carry an entry over to other sources."""
+
 
 class Recall:
   """Proposes the entries that fit a deployment.
@@ -44,6 +47,14 @@ class Recall:
     for choice in self._choices:
       factor, _, option = transfer.task_of(choice).partition("/")
       yield factor, None if option == "open" else option
+
+  def port_tasks(self) -> dict[tuple[str, str], str]:
+    """(factor, option) of what an agent that writes code has to carry over to
+    these sources, with all that it is told: the clashes, and the patch."""
+    return {
+      (port.factor, f"{PORT}{port.entry}"): f"{port}\n\n{port.patch.decode()}"
+      for port in self.ports
+    }
 
   def propose(self, task: Task, workspace: Path, limits: Limits) -> Session:
     del workspace

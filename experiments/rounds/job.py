@@ -11,7 +11,7 @@ from typing import Any
 from experiments import benchmark, devices, report, results
 from experiments.agents.command import Command
 from experiments.agents.protocol import Agent, Limits, Session, Task
-from experiments.agents.recall import Recall
+from experiments.agents.recall import PORT, Recall
 from experiments.agents.replay import Replay
 from experiments.agents.search import Search
 from experiments.console import say
@@ -143,6 +143,14 @@ def _search(settings: Settings) -> Search:
   )
 
 
+def _port_tasks(agents: Sequence[Agent]) -> dict[tuple[str, str], str]:
+  """Entries that do not go onto these sources, for agents that write code."""
+  if not any(isinstance(agent, Command) for agent in agents):
+    return {}
+  recalls = [agent for agent in agents if isinstance(agent, Recall)]
+  return {key: text for r in recalls for key, text in r.port_tasks().items()}
+
+
 def _directions(
   settings: Settings, agents: Sequence[Agent]
 ) -> list[tuple[str, str | None]]:
@@ -156,7 +164,7 @@ def _directions(
         found[factor, None if option == "open" else option] = None
     else:
       found |= dict.fromkeys((f, None) for f in ("tau", "kernel", "overhead"))
-  return list(found)
+  return list(found | dict.fromkeys(_port_tasks(agents)))
 
 
 class _Patient:
@@ -169,7 +177,9 @@ class _Patient:
     agent = self._agent
     if isinstance(agent, Replay) and task.id not in agent.tasks:
       return Session(proposals=())
-    if isinstance(agent, Command) and task.option is not None:
+    if isinstance(agent, Command) and not (task.option or PORT).startswith(
+      PORT
+    ):
       return Session(proposals=())
     return agent.propose(task, workspace, limits)
 
@@ -223,6 +233,10 @@ def run(settings: Settings, told: RoundSettings) -> int:
     limits=told.limits,
     champion=start,
     workers=told.workers,
+    details={
+      f"{factor}/{option}": text
+      for (factor, option), text in _port_tasks(agents).items()
+    },
   )
   budget = Budget(
     log,

@@ -6,9 +6,22 @@ import subprocess
 import numpy as np
 import pytest
 
-from memory import manifest, merging, schema, sources, transfer
+import memory
+from memory import (
+  commands,
+  manifest,
+  merging,
+  rounds,
+  schema,
+  sources,
+  store,
+  transfer,
+)
 from memory.merging import MergeError, merge_text, merge_trees
 
+MODULES = (
+  memory, commands, manifest, merging, rounds, schema, sources, store, transfer,
+)  # fmt: skip
 LINES = [f"line {i}\n" for i in range(12)]
 TEXT = "".join(LINES)
 
@@ -117,8 +130,9 @@ def test_sources_are_packed_and_checked(tmp_path):
 
 @pytest.mark.parametrize(
   "module",
-  (manifest, merging, schema, sources, transfer),
+  MODULES,
   ids=lambda m: m.__name__,
 )
 def test_examples(module):
-  assert doctest.testmod(module).failed == 0
+  done = doctest.testmod(module)
+  assert done.attempted and not done.failed

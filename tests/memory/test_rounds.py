@@ -150,7 +150,7 @@ def test_code_becomes_entries_that_reproduce(made):
   assert accepted.record.deployments[0].status == "verified"
   assert accepted.record.deployments[0].bound == pytest.approx(0.19)
   assert accepted.record.prediction == {"factor": "tau", "gain": 0.1}
-  assert accepted.record.provenance["options"] == ["late"]
+  assert accepted.record.option_names == ("late",)
   assert b"sealed" in accepted.evidence["evidence/trial.json"]
   assert rejected.record.kind == NEGATIVE
   assert rejected.record.reason == "slower"

@@ -2,9 +2,10 @@
 
 import pytest
 
+from experiments.agents.command import Command
 from experiments.agents.protocol import Limits, Proposal, Session, Task
 from experiments.agents.recall import Recall
-from experiments.rounds import phases, reuse, section
+from experiments.rounds import job, phases, reuse, section
 from experiments.rounds.log import Budget, Log
 from memory.schema import Fingerprint
 from memory.store import Store
@@ -101,6 +102,36 @@ def test_what_clashes_is_told_and_not_proposed(store, tmp_path):
   (made,) = recall.propose(task, tmp_path, Limits()).proposals
   assert made.options == "second=on"
   assert ["line 4" in str(port) for port in recall.ports] == [True, True]
+  # They are tasks for agents that write code, and for no other.
+  agents = [recall, Command("true", tmp_path)]
+  ported = job._port_tasks(agents)
+  assert job._port_tasks(agents[:1]) == {}
+  assert [factor for factor, _ in ported] == ["tau", "tau"]
+  (_, name), text = next(iter(ported.items()))
+  assert name == f"port-{recall.ports[0].entry}"
+  assert "both change line 4" in text and "+first" in text
+  asked = []
+
+  class Coder(Command):
+    def propose(self, task, workspace, limits):
+      asked.append(task.id)
+      return Session(proposals=())
+
+  log = Log(tmp_path / "round.jsonl")
+  coder = Coder("true", tmp_path)
+  world = scripted.World(tmp_path / "paid")
+  world.gains = GAINS
+  plan = phases.Plan(
+    directions=(*recall.tasks(), *ported, ("tau", "first")),
+    aa_sessions=1,
+    details={f"{factor}/{name}": t for (factor, name), t in ported.items()},
+  )
+  result = phases.Round(
+    log, world, [job._Patient(a) for a in (recall, coder)], Budget(log), plan,
+    tmp_path / "agents",
+  ).run()  # fmt: skip
+  assert asked == ["tau/open", *(f"tau/{name}" for _, name in ported)]
+  assert all("detail" not in d for d in result["directions"])
 
 
 def test_another_setting_of_a_known_mechanism_is_that_one(store, tmp_path):
