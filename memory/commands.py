@@ -224,9 +224,13 @@ def replay(
   choices = transfer.choose(store, where, tree, holds=holds)
   lines = []
   for choice in choices:
-    gain = percent(choice.nearest.gain) if choice.nearest else "-"
+    known = choice.nearest
+    expected = "nothing measured"
+    if known is not None:
+      device = known.fingerprint.device or "a device"
+      expected = f"{percent(known.gain)} on {device}"
     yield (
-      f"{choice.entry.id}  {choice.state:<8}  {gain:>8}"
+      f"{choice.entry.id}  {choice.state:<8}  {expected:<24}"
       f"  {choice.entry.record.title}: {choice.reason}"
     )
     if choice.system is not None and choice.system != transfer.STOCK:

@@ -82,10 +82,15 @@ class Fingerprint:
   def shared(self, other: "Fingerprint") -> int:
     """Fields that are known and the same, the weightier ones counting more.
 
-    >>> Fingerprint(device="H200", jax="1").shared(Fingerprint(device="H200"))
+    Versions do not count: of figures of one deployment the newest is asked.
+
+    >>> old = Fingerprint(device="H200", jax="1")
+    >>> old.shared(Fingerprint(device="H200", jax="1"))
     8
     """
-    weights = dict(device=8, target=4, drafter=2, batch=2, temperature=2)
+    weights = dict(
+      device=8, target=4, drafter=2, batch=2, temperature=2, driver=0, jax=0
+    )
     return sum(
       weights.get(field.name, 1)
       for field in dataclasses.fields(self)

@@ -9,6 +9,7 @@ from experiments.rounds import job, phases, reuse, section
 from experiments.rounds.log import Budget, Log
 from memory.schema import Fingerprint
 from memory.store import Store
+from tests.experiments import tiny
 from tests.experiments.rounds import scripted
 from tests.memory import kit
 
@@ -144,3 +145,25 @@ def test_another_setting_of_a_known_mechanism_is_that_one(store, tmp_path):
   )
   found = reuse.account(log, [tuned.id, code.id], store)
   assert found.reused == (tuned.id,) and found.discovered == (code.id,)
+
+
+def test_replay_is_a_round_of_the_memory_alone(monkeypatch, tmp_path):
+  told = []
+
+  def run(settings, asked) -> int:
+    told.append((settings, asked))
+    return 0
+
+  monkeypatch.setattr(job, "run", run)
+  for name in ("replay", "round"):
+    assert tiny.run("--flagfile=cpu_smoke.flags", f"--job={name}") == 0
+  assert [asked.agents for _, asked in told] == [
+    ("memory",), ("memory", "search"),
+  ]  # fmt: skip
+
+  # What it recalls for the demo: what needs no GPU, as this checkout has it.
+  settings, asked = told[0]
+  (recall,) = job._agents(settings, asked, Store())
+  assert isinstance(recall, Recall) and recall.ports == ()
+  assert ("tau", "tree") in set(recall.tasks())
+  assert ("kernel", "weights") not in set(recall.tasks())
