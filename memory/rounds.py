@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memory import merging, patches, schema, sources
+from memory import patches, schema, sources, transfer
 from memory.manifest import manifest_of
 from memory.reading import Entry
 from memory.schema import MECHANISM, NEGATIVE, Deployment, Fingerprint
@@ -196,7 +196,7 @@ def add(store: Store, folder: Path, root: Path = sources.ROOT) -> Found:
         stands_on = tree_of(store, sources.read(root))
       try:
         added.append(_entry(store, trial, result, stands_on, mark))
-      except (patches.PatchError, merging.MergeError) as e:
+      except SpecPilotError as e:
         skipped.append(f"{name}: {e}")
       continue
     status, entries = status_of(trial), concerned(store, trial.options)
@@ -253,10 +253,10 @@ def _entry(
   environment = result["environment"]
   fields: dict[str, Any] = {
     "kind": MECHANISM if trial.accepted else NEGATIVE,
-    "title": trial.hypothesis[:200] or f"proposal {told['id']}",
+    "title": _line(trial.hypothesis)[:200] or f"proposal {told['id']}",
     "hypothesis": _line(trial.hypothesis),
     "factor": factor,
-    "settings": trial.options,
+    "settings": transfer.join(trial.options),
     "exactness": {
       "class": "token",
       "proved_by": ["paired test's token forcing"] if trial.accepted else [],

@@ -139,9 +139,15 @@ def test_code_becomes_entries_that_reproduce(made):
     sources.patch(kit.BASE, kit.edited(kit.BASE, kit.A, 3, "x")).decode(),
     "of other sources",
   )
+  odd = proposal("late=two words", bad["patch"], "two\nlines")
   write(
     tmp_path / "round",
-    [(good, "accept", 0.2), (bad, "slower", -0.1), (misfit, "conflict", None)],
+    [
+      (good, "accept", 0.2),
+      (bad, "slower", -0.1),
+      (misfit, "conflict", None),
+      (odd, "small", 0.0),
+    ],
   )
   found = rounds.add(store, tmp_path / "round", tmp_path / "checkout")
   accepted, rejected = (Store(store.root)[name] for name in found.added)
@@ -157,8 +163,9 @@ def test_code_becomes_entries_that_reproduce(made):
   assert rejected.record.lessons == ("said so: slower",)
   made_tree = Store(store.root).trees.after(accepted.id)
   assert made_tree == patches.apply(tree, patches.parse(good["patch"].encode()))
-  (line,) = found.skipped
+  line, other = found.skipped
   assert "does not fit the base" in line
+  assert "settings must be option=value" in other
   assert reading.problems(store.root) == []
   again = rounds.add(
     Store(store.root), tmp_path / "round", tmp_path / "checkout"

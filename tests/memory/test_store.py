@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from memory import files, log, reading, schema, sources
-from memory.manifest import manifest_of
+from memory.manifest import digest, manifest_of
 from memory.schema import Deployment, Fingerprint
 from memory.store import Store
 from specpilot_jax.errors import SpecPilotError
@@ -332,3 +332,52 @@ def test_an_empty_memory_is_none(tmp_path):
     kit.add(Store(tmp_path), "first", lambda t: t)
   with pytest.raises(SpecPilotError, match="is not a folder"):
     Store(tmp_path / "nowhere")
+
+
+def test_a_second_base_leaves_the_first_as_it_is(place):
+  root, ids = place
+  store = Store(root)
+  first = store.base_root
+  moved = kit.edited(kit.BASE, kit.B, 2, "moved")
+  second = store.add_base(moved, "1234567")
+  assert store.add_base(moved) == second == Store(root).base_root != first
+  late = kit.add(store, "late", lambda t: kit.edited(t, kit.A, 12, "late"))
+  assert Store(root)[late].record.base == second
+  with pytest.raises(SpecPilotError, match=f"{ids['first']} stands on base"):
+    store.trees.together(second, [ids["first"]])
+  patch = sources.patch(moved, kit.edited(moved, kit.A, 3, "x"))
+  with pytest.raises(SpecPilotError, match="stands on base"):
+    store.add(
+      {"kind": "mechanism", "title": "t", "factor": "tau",
+       "depends_on": [ids["first"]]}, patch,
+    )  # fmt: skip
+  assert reading.problems(root) == []
+  lines = (root / log.LOG).read_bytes()
+  (root / log.LOG).write_bytes(lines.replace(second.encode(), first.encode()))
+  assert "was changed" in reading.problems(root)[0]
+
+
+def test_a_base_that_is_another_tree_is_named(place):
+  """A file that agrees with the log, and a tree that does not."""
+  root, ids = place
+  store = Store(root)
+  data = sources.pack(kit.edited(kit.BASE, kit.B, 2, "forged"))
+  (root / reading.BASES / f"{store.base_root[:16]}.json.gz").write_bytes(data)
+  (root / log.LOG).unlink()
+  (root / log.HEAD).unlink()
+  lines: list[log.Line] = []
+  fields = {
+    "root": store.base_root, "file_sha256": digest(data), "commit": "",
+  }  # fmt: skip
+  lines.append(log.append(root, lines, log.BASE, fields))
+  for name in ids.values():
+    lines.append(log.append(root, lines, log.ENTRY, {"id": name}))
+  found = reading.problems(root)
+  assert len(found) == 4
+  assert all("its tree is another one" in problem for problem in found)
+
+
+def test_a_conflict_is_of_several(place):
+  root, ids = place
+  with pytest.raises(SpecPilotError, match="two entries or more"):
+    Store(root).note_conflict([ids["first"], ids["first"]], "x")
