@@ -128,12 +128,15 @@ def _recall(settings: Settings, store: Store) -> Recall:
     batch=1,
     temperature=settings.sampling.temperature,
   )
-  return Recall.of(
+  recall = Recall.of(
     store,
     where,
     sources.read(tree.ROOT),
     [need for need, met in meets.items() if met],
   )
+  for port in recall.ports:
+    say(f"memory: does not apply to these sources: {port}")
+  return recall
 
 
 def _search(settings: Settings) -> Search:
@@ -206,8 +209,8 @@ def run(settings: Settings, told: RoundSettings) -> int:
   """
   started = time.monotonic()
   start = _champion(told)
-  store = Store()
-  agents = _agents(settings, told, store)
+  # A damaged memory is told now, not at the end.
+  agents = _agents(settings, told, Store())
   mark = round_mark(settings, told, start)
   name = settings.target.replace("/", "_").replace(":", "_").strip("_")
   folder = settings.output_dir or benchmark.default_folder(f"round-{name}")
@@ -220,9 +223,6 @@ def run(settings: Settings, told: RoundSettings) -> int:
   if not any(line.get("kind") == "round" for line in log):
     log.note("round", mark=mark, flags=dict(settings.flags))
   say(f"round: results in {folder}")
-  for agent in agents:
-    for port in agent.ports if isinstance(agent, Recall) else ():
-      say(f"memory: does not apply to these sources: {port}")
   deadline = math.inf
   if settings.max_wall_s is not None:
     deadline = started + settings.max_wall_s
@@ -254,7 +254,7 @@ def run(settings: Settings, told: RoundSettings) -> int:
         folder / "agents",
       ).run()  # fmt: skip
       lab = world.lab()
-      return _finish(folder, log, lab, plan, outcome, store, started)
+      return _finish(folder, log, lab, plan, outcome, started)
   except BudgetSpent as e:
     log.note("paused", reason=str(e))
     say(
@@ -298,16 +298,10 @@ def _told(result: Any) -> str:
 
 
 def _finish(
-  folder: Path,
-  log: Log,
-  lab: Lab,
-  plan: Plan,
-  outcome,
-  store: Store,
-  started: float,
+  folder: Path, log: Log, lab: Lab, plan: Plan, outcome, started: float
 ) -> int:
   result = results.empty_result("round")
-  known = reuse.account(log, outcome["accepted"], store)
+  known = reuse.account(log, outcome["accepted"], Store())
   settings = lab.settings
   result |= {
     "environment": lab.environment,
