@@ -7,7 +7,7 @@ memory. A gain that was found before is never a discovery.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from memory import merging, patches, sources, trees
@@ -134,6 +134,23 @@ def is_present(entry: Entry, tree: Mapping[str, bytes]) -> bool:
   return wanted > 0 and found >= MOST * wanted
 
 
+def present(store: Store, tree: Mapping[str, bytes]) -> set[str]:
+  """Ids of the entries that sources have.
+
+  What has mechanisms of its own that stand on an entry has that entry too, even
+  where a later one has moved its lines elsewhere.
+  """
+  found = set()
+  for name, entry in store.entries.items():
+    if entry.patch and is_present(entry, tree):
+      found.add(name)
+      record = entry.record
+      new = any(pair[0] is None for pair in record.sources.values())
+      if record.kind == MECHANISM and (new or record.options):
+        found.update(store.below(name))
+  return found
+
+
 def choose(
   store: Store,
   fingerprint: Fingerprint,
@@ -157,6 +174,7 @@ def choose(
       deployment; None leaves the entry out.
   """
   chosen: dict[str, Choice] = {}
+  there = present(store, tree)
   for entry in store.current():
     if entry.record.kind != MECHANISM:
       continue
@@ -164,19 +182,23 @@ def choose(
     value = score(entry, found)
     if value is not None:
       choice = Choice(entry=entry, state=UNFIT, score=value, nearest=found)
-      chosen[entry.id] = _state(store, choice, tree, holds)
+      chosen[entry.id] = _state(store, choice, tree, there, holds)
   return _ordered(store, chosen)
 
 
 def _state(
-  store: Store, choice: Choice, tree: Mapping[str, bytes], holds: Sequence[str]
+  store: Store,
+  choice: Choice,
+  tree: Mapping[str, bytes],
+  there: Collection[str],
+  holds: Sequence[str],
 ) -> Choice:
   entry = choice.entry
   lacking = [need for need in entry.record.needs if need not in holds]
   if lacking:
     return dataclasses.replace(choice, reason=f"needs {', '.join(lacking)}")
   settings = entry.record.settings
-  if is_present(entry, tree):
+  if entry.id in there:
     return dataclasses.replace(
       choice,
       state=PRESENT,
@@ -218,10 +240,10 @@ def apply(
     MergeError: an entry clashes with the sources; names files and places.
   """
   made = dict(tree)
-  absent = [n for n in ids if not is_present(store.entries[n], tree)]
+  there = present(store, tree)
+  absent = [name for name in ids if name not in there]
   for name in trees.closure(store.records, absent):
-    entry = store.entries[name]
-    if entry.patch and not is_present(entry, made):
+    if store.entries[name].patch and name not in there:
       made = dict(store.trees.onto(name, made, both=True))
   return made
 

@@ -88,6 +88,29 @@ def test_what_brings_no_option_is_known_by_its_lines(tmp_path):
   assert done.tried == () and done.champion == transfer.STOCK
 
 
+def test_what_a_later_entry_has_moved_is_there(tmp_path):
+  """Lines of an entry that brings no option, in another file by now."""
+  store = Store(tmp_path)
+  store.add_base(kit.BASE)
+  lines = kit.edited(kit.edited(kit.BASE, kit.A, 3, "one"), kit.A, 9, "other")
+  first = store.add(
+    {"kind": "mechanism", "title": "lines", "factor": "kernel"},
+    sources.patch(kit.BASE, lines),
+  )
+  moved = {**kit.BASE, kit.NEW: b"one\nother\n"}
+  store.add(
+    {"kind": "mechanism", "title": "moved", "factor": "kernel",
+     "depends_on": [first]},
+    sources.patch(lines, moved),
+  )  # fmt: skip
+  store = Store(tmp_path)
+  states = [c.state for c in transfer.choose(store, HERE, moved)]
+  assert states == [transfer.PRESENT] * 2
+  assert transfer.apply(store, [first], moved) == moved
+  states = [c.state for c in transfer.choose(store, HERE, lines)]
+  assert states == [transfer.PRESENT, transfer.APPLIES]
+
+
 def test_what_clashes_is_a_task_that_names_file_and_place(store):
   moved = kit.edited(kit.BASE, kit.A, 3, "something else")
   found = {_title(c.entry): c for c in transfer.choose(store, HERE, moved)}
