@@ -1,11 +1,12 @@
 """The first kernel of a W12 product for a Hopper GPU, by Mosaic GPU.
 
 One program on every multiprocessor: a warp group asks for tiles and rows of x
-ahead of time (TMA, a ring in shared memory), two others decode them in turn,
-each tile by one of them, into the registers that the tensor cores read weights
-from. What the two sum up is added in shared memory, so that a program leaves
-half the sums that one of `w12_matmul` with as many registers does. Those are
-added up, scaled and completed by the lists in `w12_parts`.
+ahead of time (TMA, a ring in shared memory), two others decode them into the
+registers that the tensor cores read weights from: in turn, each tile by one of
+them, and then what the two sum up is added in shared memory, so that a program
+leaves half the sums that one of `w12_matmul` with as many registers does; or,
+where sums of four quarters do not fit, two quarters of every tile each. Sums
+are added up, scaled and completed by the lists in `w12_parts`.
 """
 
 import functools
@@ -32,8 +33,11 @@ DECODERS = 2
 """Warp groups that decode; one more loads."""
 REGISTERS = {"decode": 224, "load": 56}
 """Of a thread."""
-FEW = 32
-"""Rows of x up to which four quarters of a tile fit in registers decoded."""
+MAX_ROWS = 128
+"""Rows of x."""
+FEW, SOME = 32, 64
+"""Rows of x up to which four quarters of a tile fit in registers decoded, and
+up to which their sums do."""
 SHARED_MEMORY = 224 << 10
 """Bytes of a program's ring and sums."""
 MOST_STAGES = 8
@@ -54,7 +58,7 @@ def matmul(
   expanded: Array | None = None,
   interpret: bool = False,
 ) -> Float[Array, "N O"]:
-  """x W^T as `w12_matmul.matmul` has it, for 1 to 64 rows of x in bfloat16.
+  """x W^T as `w12_matmul.matmul` has it, for 1 to 128 rows of x in bfloat16.
 
   Args:
     expanded: [4, T, K, h, w] bfloat16, see `w12_matmul.matmul`.
@@ -97,8 +101,7 @@ def _stream(
     are `rows_of` those of x.
   """
   padded = rows_of(x.shape[0])
-  # Sums of so many quarters at a time meet in shared memory.
-  quarters = 4 if padded <= FEW else 2
+  quarters = meeting(padded)
   stages = stages_of(len(planes), padded, quarters)
   swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
 
@@ -109,10 +112,13 @@ def _stream(
     x_ring=ring(padded, x.dtype),
     rings=[ring(TILE, plane.dtype) for plane in planes],
     full=plgpu.Barrier(num_arrivals=1 + len(planes), num_barriers=stages),
-    empty=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-    sums=plgpu.SMEM((quarters, TILE, padded), jnp.float32),
-    both=plgpu.Barrier(num_arrivals=DECODERS),
+    empty=plgpu.Barrier(
+      num_arrivals=1 if quarters else DECODERS, num_barriers=stages
+    ),
   )
+  if quarters:
+    scratch["sums"] = plgpu.SMEM((quarters, TILE, padded), jnp.float32)
+    scratch["both"] = plgpu.Barrier(num_arrivals=DECODERS)
   if interpret:
     scratch["operand"] = plgpu.SMEM((DECODERS, TILE, TILE), x.dtype)
   parts = jax.ShapeDtypeStruct(
@@ -140,11 +146,19 @@ def _stream(
   return kernel(x, *planes)
 
 
+def meeting(padded: int) -> int:
+  """Quarters whose sums meet in shared memory at a time.
+
+  None where a decoder has two quarters of every tile, not all of every other.
+  """
+  return 4 if padded <= FEW else 2 if padded <= SOME else 0
+
+
 def stages_of(planes: int, padded: int, quarters: int) -> int:
   """Stages of the ring, a multiple of `DECODERS`.
 
-  A slot is one decoder's then, which has to wait for it each time that it is
-  filled: whether it is, is told from the last time by a parity.
+  A slot is one decoder's then where they take turns. It has to wait for it each
+  time that it is filled: whether it is, is told from the last time by a parity.
   """
   unit = (TILE * TILE * planes + TILE * padded) * 2
   sums = quarters * TILE * padded * 4
@@ -154,7 +168,7 @@ def stages_of(planes: int, padded: int, quarters: int) -> int:
 
 def _program(
   x_ref, *refs, shares, stages, planes, filled, interpret,
-  x_ring, rings, full, empty, sums, both, operand=None,
+  x_ring, rings, full, empty, sums=None, both=None, operand=None,
 ):  # fmt: skip
   plane_refs, (parts_ref, *columns_refs) = refs[:planes], refs[planes:]
   program = lax.axis_index("program")
@@ -170,25 +184,36 @@ def _program(
       program, begin, end, shares=shares, stages=stages, interpret=interpret,
     )  # fmt: skip
 
-  @pl.when(group < DECODERS)
-  def _():
+  def decode(quarters, turns):
     if not interpret:
       plgpu.set_max_registers(REGISTERS["decode"], action="increase")
     first, last = begin // shares.steps, (end - 1) // shares.steps
 
     def lanes(i, _):
       start = (first + i) * shares.steps - begin
+      unit = jnp.maximum(start, 0)
       totals = _sum_up(
         x_ring, rings, full, empty,
-        jnp.maximum(start, 0), jnp.minimum(start + shares.steps, end - begin),
-        group, stages=stages, filled=filled, operand=operand,
+        unit + lax.rem(unit + group, DECODERS) if turns else unit,
+        jnp.minimum(start + shares.steps, end - begin),
+        DECODERS if turns else 1,
+        quarters, group, stages=stages, filled=filled, operand=operand,
       )  # fmt: skip
-      _write(
-        parts_ref, totals, first + i,
-        program - shares.first_owner(first + i), group, sums, both,
-      )  # fmt: skip
+      part = program - shares.first_owner(first + i)
+      at = pl.ds((first + i) * TILE, TILE)
+      if turns:
+        _write_sums(parts_ref, totals, part, at, group, sums, both)
+        return
+      for q, total in zip(quarters, totals, strict=True):
+        parts_ref[part, q, at, :] = total
 
     lax.fori_loop(0, last - first + 1, lanes, None)
+
+  if sums is not None:
+    pl.when(group < DECODERS)(lambda: decode(range(4), True))
+  else:
+    for i in range(DECODERS):
+      pl.when(group == i)(lambda i=i: decode((2 * i, 2 * i + 1), False))
 
 
 def _load(
@@ -233,27 +258,28 @@ def _load(
 
 
 def _sum_up(
-  x_ring, rings, full, empty, begin, end, group, *, stages, filled, operand
-):
-  """Sums of every other unit from `begin` to `end` - 1, four of [64, rows].
+  x_ring, rings, full, empty, begin, end, every, quarters, group,
+  *, stages, filled, operand,
+):  # fmt: skip
+  """Sums of units from `begin` to `end` - 1, of each quarter [64, rows].
 
   Args:
+    every: of so many units, one.
     operand: shared memory for decoded weights where the interpreter is to
       multiply them; it does not with registers.
   """
   padded = x_ring.shape[1]
-  begin += lax.rem(begin + group, DECODERS)
 
   def scope(*totals):
     def unit(i, _):
-      i = begin + DECODERS * i
+      i = begin + every * i
       slot = lax.rem(i, stages)
       plgpu.barrier_wait(full.at[slot])
       loaded = [
         plgpu.load(ring.at[slot], layout=plgpu.Layout.WGMMA) for ring in rings
       ]
       x = x_ring.at[slot].transpose((1, 0))
-      for q, total in enumerate(totals):
+      for q, total in zip(quarters, totals, strict=True):
         if len(loaded) == 4:
           weights = loaded[q]
         else:
@@ -263,19 +289,19 @@ def _sum_up(
           operand[group] = weights
           weights = operand.at[group]
         plgpu.wgmma(total, weights, x)
-        if q and padded > FEW:
+        if q > quarters[0] and padded > FEW:
           plgpu.wgmma_wait(1)
       plgpu.wgmma_wait(0)
       plgpu.barrier_arrive(empty.at[slot])
 
-    lax.fori_loop(0, pl.cdiv(end - begin, DECODERS), unit, None)
+    lax.fori_loop(0, pl.cdiv(end - begin, every), unit, None)
     return [total[...] for total in totals]
 
-  totals = [plgpu.ACC((TILE, padded), jnp.float32)] * 4
+  totals = [plgpu.ACC((TILE, padded), jnp.float32)] * len(quarters)
   return pl.run_scoped(scope, *totals)
 
 
-def _write(parts_ref, totals, lanes, part, group, sums, both):
+def _write_sums(parts_ref, totals, part, at, group, sums, both):
   """Adds up what the decoders have and writes it to a part."""
 
   def meet():
@@ -297,8 +323,7 @@ def _write(parts_ref, totals, lanes, part, group, sums, both):
     def _(first=first):
       for i in range(room):
         other = plgpu.load(sums.at[i], layout=plgpu.Layout.WGMMA)
-        at = part, first + i, pl.ds(lanes * TILE, TILE)
-        parts_ref[*at, :] = totals[first + i] + other
+        parts_ref[part, first + i, at, :] = totals[first + i] + other
 
     meet()  # Before the sums are overwritten.
 

@@ -62,6 +62,14 @@ LONG = 131_072
 number of rows of x: 1.1 % at 16, 2.5 % at 32."""
 
 
+def max_rows(implementation: str, w: W12Array) -> int:
+  """Rows of x that the kernel takes; more are multiplied with the decoded
+  matrix."""
+  if implementation == "mosaic" and w12_hopper.takes(w):
+    return w12_hopper.MAX_ROWS
+  return MAX_ROWS
+
+
 def matmul(
   x: Float[Array, "N I"],
   w: W12Array,
@@ -80,9 +88,8 @@ def matmul(
     out_dtype: of x unless given.
     view: multiplies the 8-bit view instead of the matrix.
     midpoint: of the view, see `w12_array.decode_view`.
-    implementation: kernels take bfloat16 rows; more than `MAX_ROWS` are
-      multiplied with the decoded matrix. `mosaic` is `w12_hopper`, and this
-      kernel for matrices that it does not take.
+    implementation: kernels take bfloat16 rows, `max_rows` at most. `mosaic` is
+      `w12_hopper`, and this kernel for matrices that it does not take.
     tile: of the kernel, instead of the one in the table.
     expanded: of the kernel, [4, T, K, h, w] bfloat16: what decoding is to
       yield in each quarter (2^(base - 113) times it is the weight). The same
@@ -90,7 +97,7 @@ def matmul(
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
-  if implementation == "reference" or n > MAX_ROWS:
+  if implementation == "reference" or n > max_rows(implementation, w):
     dense = w12_array.decode(w)
     if view:
       dense = w12_array.decode_view(w, midpoint=midpoint)
@@ -101,11 +108,11 @@ def matmul(
       precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=out_dtype,
     )
+  if implementation == "mosaic" and w12_hopper.takes(w):
+    return w12_hopper.matmul(
+      x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded
+    )
   if implementation == "mosaic":
-    if w12_hopper.takes(w):
-      return w12_hopper.matmul(
-        x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded
-      )
     implementation = "triton"
   return _matmul_kernel(
     x, w, out_dtype, view, implementation, tile, expanded, midpoint

@@ -79,11 +79,11 @@ class Shares:
     return max(self.owners(group) for group in range(self.groups))
 
 
-FINISH_ROWS, FINISH_N = 32, {8: 8, 16: 16, 32: 16, 64: 32}
+FINISH_ROWS, FINISH_N = 32, {8: 8, 16: 16, 32: 16, 64: 32, 128: 32}
 """Rows of W and of x that a program of the second kernel has at most, the
 latter by rows of x. It waits three times for memory, so it is small and there
 are many."""
-FINISH_MANY = {8: 32_768, 16: 8192, 32: 8192, 64: 8192}
+FINISH_MANY = {8: 32_768, 16: 8192, 32: 8192, 64: 8192, 128: 8192}
 """Rows of W, by rows of x, from which on that are programs enough; below, they
 have half."""
 ENTRIES = 32

@@ -42,6 +42,8 @@ class ProductTest(parameterized.TestCase):
     # Shares that begin and end amid columns, and rows that no tile is full of.
     dict(shape=(556, 192), n=5, programs=2, view=False),
     dict(shape=(256, 128), n=35, programs=3, view=True),
+    # A decoder has two quarters of every tile.
+    dict(shape=(300, 128), n=70, programs=3, view=False),
   )
   def test_against_float64(self, shape, n, programs, view):
     self.programs(programs)
@@ -81,7 +83,7 @@ class SharesTest(parameterized.TestCase):
 
   @parameterized.product(planes=(2, 3, 8), padded=(8, 16, 32, 64))
   def test_a_slot_is_one_decoders(self, planes, padded):
-    quarters = 4 if padded <= w12_hopper.FEW else 2
+    quarters = w12_hopper.meeting(padded)
     stages = w12_hopper.stages_of(planes, padded, quarters)
     self.assertGreaterEqual(stages, 2)
     self.assertEqual(stages % w12_hopper.DECODERS, 0)
@@ -92,6 +94,7 @@ class LoweringTest(parameterized.TestCase):
     dict(gpu="NVIDIA H100 80GB HBM3", n=16, view=False),
     dict(gpu="NVIDIA H200", n=1, view=False),
     dict(gpu="NVIDIA H200", n=33, view=False),
+    dict(gpu="NVIDIA H200", n=128, view=False),
     dict(gpu="NVIDIA H200", n=32, view=True),
   )
   def test_lowers_at_27b_shapes(self, gpu, n, view):
