@@ -233,25 +233,25 @@ class StepFns:
     """Commits `count` prompt tokens, the first of `tokens`."""
     model = nnx.merge(self.graphdef, params[0])
     nodes = state_lib.run_of(tokens, count, prefill=True)
-    out = model(nodes, carry.target, self._taps)
-    return self._committed(params, carry, nodes, out, nodes.count)
+    out = model(nodes, carry.target, self.taps)
+    return self.committed(params, carry, nodes, out, nodes.count)
 
   @property
-  def _taps(self) -> tuple[int, ...]:
+  def taps(self) -> tuple[int, ...]:
     return self.drafter.taps if self.drafter else ()
 
-  def _committed(self, params, carry, nodes, out, count) -> Carry:
+  def committed(self, params, carry, nodes, out, count) -> Carry:
     """A run of nodes becomes the state (prefill and scoring)."""
     path = jnp.arange(nodes.size, dtype=jnp.int32)
     return dataclasses.replace(
       carry,
       target=commit(carry.target, out.stash, path, count),
-      drafter=self._extend(
+      drafter=self.extend(
         params, carry, nodes.tokens, out.taps, carry.target.length, count
       ),
     )
 
-  def _extend(self, params, carry, tokens, taps, start, count):
+  def extend(self, params, carry, tokens, taps, start, count):
     if self.drafter is None:
       return None
     with jax.named_scope("drafter"):
@@ -259,7 +259,7 @@ class StepFns:
         params[1], carry.drafter, tokens, taps, start, count
       )
 
-  def _penalized(self, logits, request, history, nodes):
+  def penalized(self, logits, request, history, nodes):
     if history is None:
       return logits
     return sampling_lib.penalize(
@@ -348,7 +348,7 @@ class StepFns:
       learned = schedule.learned(self, carry, request, lattice, told)
     carry = Carry(
       target=commit(carry.target, seen.stash, path, count),
-      drafter=self._extend(
+      drafter=self.extend(
         params, carry, seen.tokens[path], seen.taps[path], position, count
       ),
       anchor=jnp.where(carry.done, carry.anchor, last),
@@ -371,7 +371,7 @@ class StepFns:
     )
 
   @property
-  def _rejects(self) -> bool:
+  def rejects(self) -> bool:
     return self.acceptance == "rejection" and not self.features.greedy
 
   def drafted(
@@ -412,7 +412,7 @@ class StepFns:
       limit=jnp.minimum(depth, limits.nodes - 1),
       sampling=request.sampling,
       position=position,
-      sample=self._rejects,
+      sample=self.rejects,
     )
     tokens = chain.tokens[: self.policy.rows - 1]
     nodes = state_lib.run_of(
@@ -443,7 +443,7 @@ class StepFns:
         prefill=alone,
       )
     out, logits = self._pass(model, carry, request, nodes)
-    if self._rejects and size > 1:
+    if self.rejects and size > 1:
       law = sampling_lib.law(logits, request.sampling, self.features)
       acceptance = accept.rejection(
         nodes, drafted.chain, law, request.sampling, carry.target.length
@@ -481,8 +481,8 @@ class StepFns:
 
   def _pass(self, model, carry, request, nodes):
     """A target's output at nodes, and its penalised logits."""
-    out = model(nodes, carry.target, self._taps)
-    return out, self._penalized(
+    out = model(nodes, carry.target, self.taps)
+    return out, self.penalized(
       model.logits(out.hidden), request, carry.history, nodes
     )
 
@@ -539,9 +539,9 @@ class StepFns:
     """
     model = nnx.merge(self.graphdef, params[0])
     nodes = state_lib.run_of(tokens, count, prefill=True)
-    out = model(nodes, carry.target, self._taps)
+    out = model(nodes, carry.target, self.taps)
     raw = model.logits(out.hidden)
-    logits = self._penalized(raw, request, carry.history, nodes)
+    logits = self.penalized(raw, request, carry.history, nodes)
     logprob = jax.nn.log_softmax(raw, axis=-1)
     positions = carry.target.length + nodes.depth + 1
     result = ScoreOutput(
@@ -560,7 +560,7 @@ class StepFns:
         history,
         output=history.output.at[targets].add(inside.astype(jnp.int32)),
       )
-    carry = self._committed(params, carry, nodes, out, nodes.count)
+    carry = self.committed(params, carry, nodes, out, nodes.count)
     return dataclasses.replace(carry, history=history), result
 
 
