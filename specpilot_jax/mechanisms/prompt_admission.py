@@ -11,36 +11,25 @@ other. A chunk that rides drafts nothing: it is committed, and the drafter's
 context takes it in, as a pass of its own would have done.
 """
 
-import dataclasses
 
-from specpilot_jax.decoding.batch.scheduler import Load
-from specpilot_jax.mechanisms.step_costs import StepCosts
+def riding(
+  unread: int, *, places: int, chunk: int, more_us: float, own_us: float
+) -> int:
+  """Tokens of a prompt that ride in the next step.
 
+  Both kinds of pass have a fixed shape, and cost the same however many of their
+  places for a prompt are filled.
 
-@dataclasses.dataclass(frozen=True)
-class PromptAdmission:
-  """The scheduler's `ride`.
+  Args:
+    unread: tokens of the prompt, at least 1.
+    places: for a prompt in a verify pass.
+    chunk: of a pass of its own.
+    more_us: that a verify pass takes with a prompt in it.
+    own_us: that a pass over a prompt takes.
 
-  Attributes:
-    places: of a pass, for rows of a prompt.
-    chunk: tokens of a prompt that a pass of its own takes.
-    nodes: of a request in a verify pass.
-    costs: of the deployment; None where it was not profiled: then chunks
-      always ride.
+  Returns:
+    As many as there are places for; 0 where by token a pass of their own is
+    cheaper.
   """
-
-  places: int
-  chunk: int
-  nodes: int
-  costs: StepCosts | None = None
-
-  def __call__(self, load: Load, unread: int) -> int:
-    """Tokens that ride; 0 where a pass of their own is cheaper by token."""
-    riding = min(unread, self.places)
-    if self.costs is None:
-      return riding
-    verified = load.decoding * self.nodes
-    alone = min(unread, self.chunk)
-    more = self.costs.at(verified + riding) - self.costs.at(verified)
-    own = self.costs.at(alone)
-    return riding if more * alone <= own * riding else 0
+  with_others, alone = min(unread, places), min(unread, chunk)
+  return with_others if more_us * alone <= own_us * with_others else 0

@@ -16,29 +16,15 @@ Which nodes are chosen
   nothing, to the last bit.
 
 Exactness: the target verifies what is chosen. Under rejection sampling nothing
-that is chosen may depend on the tokens that were drawn: a chain's scores are
-those of its drafter's first choices, which the laws alone decide.
+that is chosen may depend on the tokens that were drawn: an offer's scores of a
+chain are those of its drafter's first choices, which the laws alone decide.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specpilot_jax.decoding import draft as draft_lib
+from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.models.state import Nodes
-
-
-def chain_scores(
-  lattice: draft_lib.Lattice, first: draft_lib.Drafts
-) -> Float[Array, " N"]:
-  """Path scores of a chain: of its drafter's first choices, the anchor's 0.
-
-  Args:
-    lattice: what the drafter offers.
-    first: its chain, not drawn.
-  """
-  each = first.log_law.max(axis=-1)
-  each = jnp.where(jnp.arange(each.shape[0]) < lattice.count, each, -jnp.inf)
-  return jnp.concatenate([jnp.zeros((1,), each.dtype), jnp.cumsum(each)])
 
 
 def chosen(
@@ -75,42 +61,6 @@ def chosen(
   return (exists & (index == 0)) | (is_draft & (rank < drafts))
 
 
-def compact(nodes: Nodes, keep: Bool[Array, "S N"]) -> Nodes:
-  """The trees of the nodes that are kept, in the order in which they stood.
-
-  Args:
-    nodes: of S requests, N places each.
-    keep: whose parents are kept too.
-  """
-  size = keep.shape[1]
-  index = jnp.arange(size, dtype=jnp.int32)
-  count = keep.sum(axis=1, dtype=jnp.int32)
-  place = jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1
-  # Who comes to each place; behind the last, anyone.
-  source = jnp.argsort(~keep, axis=1, stable=True)
-  there = index < count[:, None]
-
-  def moved(values, nothing):
-    return jnp.where(
-      there, jnp.take_along_axis(values, source, axis=1), nothing
-    )
-
-  parents = jnp.take_along_axis(place, jnp.maximum(nodes.parents, 0), axis=1)
-  parents = moved(jnp.where(nodes.parents < 0, -1, parents), 0)
-  mask = jnp.take_along_axis(nodes.mask, source[:, :, None], axis=1)
-  mask = jnp.take_along_axis(mask, source[:, None, :], axis=2)
-  # A place without a node looks like a child of the anchor.
-  alone = (index[:, None] == index) | (index == 0)
-  return Nodes(
-    tokens=moved(nodes.tokens, 0),
-    parents=parents.at[:, 0].set(-1),
-    depth=moved(nodes.depth, 1).at[:, 0].set(0),
-    mask=jnp.where(there[:, :, None], mask, alone),
-    count=count,
-    prefill=nodes.prefill,
-  )
-
-
 def allocate(
   nodes: Nodes,
   scores: Float[Array, "S N"],
@@ -129,14 +79,7 @@ def allocate(
   Returns:
     Nodes of the same shape; those of a request that is not live count 0.
   """
-  keep = chosen(nodes, scores, live, budget)
+  kept = chosen(nodes, scores, live, budget)
   if not chains:
-    return compact(nodes, keep)
-  return Nodes(
-    tokens=nodes.tokens,
-    parents=nodes.parents,
-    depth=nodes.depth,
-    mask=nodes.mask,
-    count=keep.sum(axis=1, dtype=jnp.int32),
-    prefill=nodes.prefill,
-  )
+    return batch_step.keep(nodes, kept)
+  return batch_step.take_first(nodes, kept.sum(axis=1, dtype=jnp.int32))

@@ -1,22 +1,14 @@
-"""Tables of a deployment, what follows from them, and who rides when."""
+"""Tables of a deployment, what follows from them, and what rides."""
 
 from absl.testing import parameterized
 
-from specpilot_jax.decoding.batch.scheduler import Load
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import step_costs
-from specpilot_jax.mechanisms.prompt_admission import PromptAdmission
+from specpilot_jax.mechanisms import prompt_admission, step_costs
 from specpilot_jax.mechanisms.step_costs import StepCosts, Yields
 
 # Bound by weights up to 64 nodes, by products from there on.
 COSTS = StepCosts((1, 64, 128, 256), (100.0, 100.0, 180.0, 350.0))
 YIELDS = Yields((1, 2, 4, 8, 16), (1.0, 1.7, 2.6, 3.3, 3.6))
-
-
-def decoding(requests: int) -> Load:
-  return Load(
-    waiting=0, prefilling=1, decoding=requests, free_slots=0, free_pages=0
-  )
 
 
 class StepCostsTest(parameterized.TestCase):
@@ -77,22 +69,19 @@ class StepCostsTest(parameterized.TestCase):
       step_costs.node_price(1, StepCosts((8,), (1.0,)), YIELDS, 8), 0.0
     )
 
-  def test_admission(self):
-    # 4 x 8 nodes leave 32 that cost nothing.
-    ride = PromptAdmission(places=32, chunk=128, nodes=8, costs=COSTS)
-    self.assertEqual(ride(decoding(4), 500), 32)
-    self.assertEqual(ride(decoding(4), 5), 5)
-    # From 64 on a row costs 1.25 us, in a pass of its own 180 / 128.
-    self.assertEqual(ride(decoding(8), 500), 32)
-    # 130 nodes and more: 1.33 us against 180 / 128; still cheaper.
-    self.assertEqual(ride(decoding(17), 500), 32)
-    steep = StepCosts((1, 64, 128), (100.0, 100.0, 400.0))
-    ride = PromptAdmission(places=32, chunk=64, nodes=8, costs=steep)
-    self.assertEqual(ride(decoding(8), 500), 0)
-    self.assertEqual(ride(decoding(4), 500), 32)
-    # The rest of a prompt, for which a pass of its own would be dear.
-    self.assertEqual(ride(decoding(8), 4), 4)
-
-  def test_admission_unprofiled(self):
-    ride = PromptAdmission(places=32, chunk=128, nodes=8)
-    self.assertEqual((ride(decoding(9), 500), ride(decoding(9), 3)), (32, 3))
+  @parameterized.parameters(
+    # A chunk costs 1 us a token, riding less, as much, or more.
+    (500, 31.0, 32),
+    (500, 32.0, 32),
+    (500, 33.0, 0),
+    # The rest of a prompt: one pass or the other.
+    (5, 127.0, 5),
+    (5, 129.0, 0),
+    (40, 102.0, 32),
+    (40, 103.0, 0),
+  )
+  def test_admission(self, unread, more_us, want):
+    got = prompt_admission.riding(
+      unread, places=32, chunk=128, more_us=more_us, own_us=128.0
+    )
+    self.assertEqual(got, want)
