@@ -48,6 +48,16 @@ class Level:
       )
 
   @property
+  def is_open(self) -> bool:
+    """Whether requests come by a clock and not when others are answered."""
+    return self.recorded_s is not None or math.isfinite(self.request_rate)
+
+  @property
+  def varies(self) -> bool:
+    """Whether it keeps another number of requests busy at any time."""
+    return self.is_open or self.max_concurrency is None
+
+  @property
   def name(self) -> str:
     """What tells a level from others of a run, for instance `c16` or `4rps`."""
     parts = []
@@ -79,7 +89,7 @@ class Level:
           f" --num_prompts={len(self.recorded_s)} or fewer"
         )
       return list(self.recorded_s[:count])
-    if not math.isfinite(self.request_rate):
+    if not self.is_open:
       return [0.0] * count
     gaps = np.random.default_rng(seed).gamma(
       self.burstiness, 1 / (self.request_rate * self.burstiness), count

@@ -46,6 +46,9 @@ from specpilot_jax.models.target import Target
 SHARES = (1, 2, 4, 8)
 """Rows for each slot of a pass that may be compiled, beside the full block."""
 
+TILE = 16
+"""Rows below which a pass is no cheaper: products go by tiles of so many."""
+
 RIDER_CHUNK = 32
 """Places for a prompt in a verify pass, where chunks ride."""
 
@@ -234,7 +237,7 @@ class BatchPolicy:
     if self._shared and self._fixed is not None:
       found = [max(slots, self._fixed)]
     else:
-      found = [slots * share for share in SHARES] + [whole]
+      found = [max(slots * share, TILE) for share in SHARES] + [whole]
     most = whole if self._most_rows is None else self._most_rows
     rows = sorted({min(n, whole) for n in found if n <= most})
     if not rows:
