@@ -14,8 +14,9 @@ from specpilot_jax.decoding.batch.scheduler import Request, Scheduler, Update
 from specpilot_jax.decoding.request import RequestOutput
 from specpilot_jax.decoding.sampling import SamplingParams
 
-_LONGEST_SLEEP_S = 0.05
-"""A sleep at most: a time limit is noticed."""
+_SLEEP_S = (1e-4, 0.05)
+"""A sleep at least, for clocks that count in steps, and at most, so that a time
+limit is noticed."""
 
 
 class Policy(Protocol):
@@ -145,7 +146,8 @@ def serve(
       )
     if not live:
       if waiting:
-        sleep(min(max(waiting[0][0] - now, 0.0), _LONGEST_SLEEP_S))
+        shortest, longest = _SLEEP_S
+        sleep(min(max(waiting[0][0] - now, shortest), longest))
       continue
     updates = scheduler.advance(now)
     now = clock() - start
