@@ -111,7 +111,8 @@ def _check_figures(path: Path, result, records) -> None:
         f"{path}: {len(members)} requests of {name}, {results.RESULT} has"
         f" {told}"
       )
-    figures = metrics.summarize(members, records.get(AR, ()))
+    reference = records.get(metrics.at_level(AR, name), ())
+    figures = metrics.summarize(members, reference)
     for field, value in results.to_json(figures).items():
       if not _agree(value, systems[name][field]):
         raise SpecPilotError(
@@ -184,7 +185,7 @@ def _speed(systems) -> list[Block]:
   for name, s in systems.items():
     paired = s["paired_speedup_vs_ar"]
     interval = "-"
-    if paired and name != AR:
+    if paired and name != metrics.at_level(AR, name):
       low, high = paired["ci95"]
       interval = f"{paired['geomean']:.2f} [{low:.2f}, {high:.2f}]"
     same = s["same_output_as_ar"]
@@ -293,11 +294,13 @@ def _acceptance(systems, records) -> list[Block]:
     Plot("Accepted drafts per pass", plots.histogram(speculative)),
     Plot("Acceptance by draft position", plots.position_rates(speculative)),
   ]
-  reference = {
-    r["request"]: r["metrics"]["tpot_ms"] for r in records.get(AR, ())
-  }
-  pairs = {
-    name: [
+  pairs = {}
+  for name in speculative:
+    reference = {
+      r["request"]: r["metrics"]["tpot_ms"]
+      for r in records.get(metrics.at_level(AR, name), ())
+    }
+    pairs[name] = [
       (
         r["metrics"]["acceptance_length"],
         reference[r["request"]] / r["metrics"]["tpot_ms"],
@@ -305,8 +308,6 @@ def _acceptance(systems, records) -> list[Block]:
       for r in records.get(name, ())
       if r["metrics"]["tpot_ms"] and reference.get(r["request"])
     ]
-    for name in speculative
-  }
   pairs = {name: points for name, points in pairs.items() if points}
   if pairs:
     blocks.append(Plot("Speedup of each request", plots.paired_speedups(pairs)))

@@ -128,6 +128,7 @@ WEIGHTS = ("bf16", "w12")
 TREES = CHAIN, BEST_FIRST, MARGINAL = ("chain", "best_first", "marginal")
 VERIFICATIONS = ONE_LEVEL, TWO_LEVEL, AUTO = ("one_level", "two_level", "auto")
 VIEWS = ("midpoint", "truncated", "scaled")
+SWITCH = OFF, ON = ("off", "on")
 
 MAX_NODES = 128
 """Nodes of a verify pass at most."""
@@ -162,6 +163,11 @@ class SystemConfig:
       before it and the drafter made of the drafts.
     view: what the view says of the mantissa bits that it cuts off: the
       `midpoint`, nothing (`truncated`), or nothing and products `scaled` up.
+    shared_budget: `on` gives a batch's pass a number of nodes for all requests,
+      which go to the drafts with the highest path scores.
+    shared_nodes: that number, anchors included; None chooses it by the load.
+    dynamic_draft: `on` verifies 16, 12 or 8 positions of a request in a batch.
+    prompt_admission: `on` lets chunks of prompts ride in a batch's passes.
   """
 
   acceptance: str = "match"
@@ -173,9 +179,16 @@ class SystemConfig:
   verification: str = ONE_LEVEL
   level_one_passes: int = 1
   view: str = VIEWS[0]
+  shared_budget: str = OFF
+  shared_nodes: int | None = None
+  dynamic_draft: str = OFF
+  prompt_admission: str = OFF
 
   def __post_init__(self):
     for name, known in (
+      ("shared_budget", SWITCH),
+      ("dynamic_draft", SWITCH),
+      ("prompt_admission", SWITCH),
       ("weights", WEIGHTS),
       ("acceptance", ACCEPTANCE_RULES),
       ("tree", TREES),
@@ -192,6 +205,7 @@ class SystemConfig:
       ("node_budget", ""),
       ("tree_depth", ""),
       ("level_one_passes", ""),
+      ("shared_nodes", ""),
     ):
       value = getattr(self, name)
       if value is None and name != "level_one_passes":
@@ -202,6 +216,10 @@ class SystemConfig:
         )
       if value < 1:
         raise SpecPilotError(f"{name} must be at least 1, got {value}{hint}")
+    if self.shared_nodes is not None and self.shared_budget == OFF:
+      raise SpecPilotError(
+        f"shared_nodes={self.shared_nodes} conflicts with shared_budget={OFF}"
+      )
     if self.level_one_passes > 1 and self.verification == AUTO:
       raise SpecPilotError(
         f"level_one_passes={self.level_one_passes} conflicts with"

@@ -177,7 +177,7 @@ class BatchEngine:
     self.slot_buckets = tuple(buckets)
     self.prefill_chunk = one.prefill_chunk
     self.rider_chunk = rider_chunk
-    self._weights, self._kernels = target.weights, target.kernels
+    self._weights, self.kernels = target.weights, target.kernels
     self._allocate = allocate
     self._clock = clock
     fns = batch_step.BatchFns(one.fns, allocate)
@@ -412,7 +412,7 @@ class BatchEngine:
     in_all = bucket * self.nodes if rows is None else rows
     if rider is not None:
       in_all += self.rider_chunk
-    kernels_lib.check_rows(self._kernels, in_all, self._weights)
+    kernels_lib.check_rows(self.kernels, in_all, self._weights)
     self._slots, out = self._step(features)(
       self._one.params,
       self._slots,
@@ -484,14 +484,14 @@ class BatchEngine:
     self,
     sampling: Iterable[SamplingParams] = (SamplingParams(),),
     *,
-    rows: Iterable[int | None] = (None,),
+    rows: Callable[[int], Iterable[int | None]] = lambda slots: (None,),
     plan: Any = (),
   ) -> None:
     """Compiles all that requests with such settings need, however they meet.
 
     Args:
       sampling: a request of every kind.
-      rows: that steps will have, see `StepLimits`.
+      rows: that steps over so many slots will have, see `StepLimits`.
       plan: an allocation's, of the shapes that steps will have.
 
     Raises:
@@ -501,7 +501,6 @@ class BatchEngine:
       raise SpecPilotError("warm-up is for an engine without requests")
     self.admit(0, Request(id="warm-up", prompt=[0, 0], max_tokens=1))
     self.prefill(0, Chunk(0, 1))
-    rows = list(rows)
     kinds = {Features.of(s) for s in sampling}
     unions = {
       _union(some)
@@ -510,19 +509,19 @@ class BatchEngine:
     }
     nobody = _rider(0, np.zeros(self.rider_chunk, np.int32), 0)
     riders = (None, nobody) if self.rider_chunk else (None,)
-    for features in unions:
-      for bucket, few, rider in itertools.product(
-        self.slot_buckets, rows, riders
-      ):
-        if few is not None and few < bucket:
-          continue  # never asked for
-        index = self._index(range(bucket))
+    for features, bucket in itertools.product(unions, self.slot_buckets):
+      index = self._index(range(bucket))
+      listed = np.zeros(index.size, bool)
+      for few, rider in itertools.product(rows(bucket), riders):
         limits = StepLimits(
           nodes=np.ones(self.slots, np.int32), rows=few, plan=plan
         )
-        listed = np.zeros(index.size, bool)
         self._run(features, index, listed, limits, rider)
     self.abort(0)
+    self.wait()
+
+  def wait(self) -> None:
+    """Returns once the device has done all that it was given."""
     jax.block_until_ready(self._slots)
 
   def generate(

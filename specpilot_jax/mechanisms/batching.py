@@ -1,0 +1,466 @@
+"""The policies of a batch as one: what its engine and its scheduler are told.
+
+On the device an `Allocation` decides which drafts of which request a pass
+verifies. On the host a `BatchPolicy` decides how many rows the pass has, since
+shapes are compiled, and whether a chunk of a prompt rides in it: from the step
+times of the engine itself, and from what drafts have been worth of late.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import w12_matmul
+from specpilot_jax import configs
+from specpilot_jax.configs import ON, SystemConfig
+from specpilot_jax.decoding.batch import step as batch_step
+from specpilot_jax.decoding.batch.engine import BatchEngine, StepLimits
+from specpilot_jax.decoding.batch.scheduler import (
+  Chunk,
+  Load,
+  Request,
+  Scheduler,
+  Update,
+)
+from specpilot_jax.decoding.draft import Drafter
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import dynamic_draft, prompt_admission
+from specpilot_jax.mechanisms import shared_budget as shared_budget_lib
+from specpilot_jax.mechanisms.step_costs import (
+  StepCosts,
+  Yields,
+  node_price,
+  nodes_for,
+)
+from specpilot_jax.models import state as state_lib
+from specpilot_jax.models.target import Target
+
+SHARES = (1, 2, 4, 8)
+"""Rows for each slot of a pass that may be compiled, beside the full block."""
+
+TILE = 16
+"""Rows below which a pass is no cheaper: products go by tiles of so many."""
+
+RIDER_CHUNK = 32
+"""Places for a prompt in a verify pass, where chunks ride."""
+
+MEMORY = 0.99
+"""What a step of a request keeps of the sums over those before it: what drafts
+are worth is an average of the latest hundred."""
+
+REFRESH = 32
+"""Steps after which the number of nodes is chosen again under the same load."""
+
+_TIMED_STEPS, _TIMED_ROUNDS = 4, 3
+
+
+class Plan(NamedTuple):
+  """What a step's allocation is told; traced.
+
+  Attributes:
+    budget: nodes of all requests, anchors included.
+    price: tokens that a node must bring, see `step_costs.node_price`.
+  """
+
+  budget: Int[Array, ""] | np.integer
+  price: Float[Array, ""] | np.floating
+
+  @classmethod
+  def of(cls, budget: int, price: float) -> "Plan":
+    return cls(np.int32(budget), np.float32(price))
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+  """Who gets the rows of a pass; see `decoding.batch.step.Allocate`.
+
+  Whatever else, more nodes than rows go to the highest path scores.
+
+  Attributes:
+    chains: every request's nodes are a chain.
+    shared: the plan's budget counts.
+    dynamic: requests verify as many positions as they are worth.
+  """
+
+  chains: bool
+  shared: bool
+  dynamic: bool
+
+  def fresh(self) -> Any:
+    return dynamic_draft.Recent.fresh() if self.dynamic else ()
+
+  def __call__(self, offer: batch_step.Offer) -> state_lib.Nodes:
+    nodes, scores, budget = offer.nodes, offer.scores, offer.rows
+    if self.dynamic:
+      positions = jax.vmap(dynamic_draft.length, in_axes=(0, 0, None))(
+        offer.learned, self._survival(offer), offer.plan.price
+      )
+      scores = jnp.where(nodes.depth < positions[:, None], scores, -jnp.inf)
+    if self.shared:
+      budget = jnp.minimum(offer.plan.budget, budget)
+    return shared_budget_lib.allocate(
+      nodes, scores, offer.live, budget, chains=self.chains
+    )
+
+  def learned(
+    self,
+    offer: batch_step.Offer,
+    verified: Int[Array, " S"],
+    accepted: Int[Array, " S"],
+  ) -> Any:
+    if not self.dynamic:
+      return offer.learned
+    return jax.vmap(dynamic_draft.learned)(
+      offer.learned, self._survival(offer), verified, accepted
+    )
+
+  def _survival(self, offer):
+    return jax.vmap(dynamic_draft.survival)(offer.lattice, offer.first)
+
+
+def allocation(system: SystemConfig) -> Allocation | None:
+  """Of a system; None where every request verifies what it offers."""
+  shared, dynamic = system.shared_budget == ON, system.dynamic_draft == ON
+  if not (shared or dynamic):
+    return None
+  return Allocation(system.tree == configs.CHAIN, shared, dynamic)
+
+
+def engine(
+  system: SystemConfig,
+  target: Target,
+  drafter: Drafter | None,
+  **settings: Any,
+) -> BatchEngine:
+  """The batch engine of a system.
+
+  Args:
+    system: what is wanted.
+    target, drafter: as `registry.prepare` makes them.
+    settings: of `BatchEngine`.
+  """
+  rides = system.prompt_admission == ON
+  chunk = min(settings.get("prefill_chunk", RIDER_CHUNK), RIDER_CHUNK)
+  return BatchEngine(
+    target,
+    drafter=drafter,
+    system=system,
+    allocate=allocation(system) if drafter is not None else None,
+    rider_chunk=chunk if rides else 0,
+    **settings,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+  """Step times of an engine in microseconds, by the slots of a pass.
+
+  Attributes:
+    steps: by rows.
+    ridden: the same with a chunk of a prompt; empty where none rides.
+    prefill_us: of a chunk's own pass.
+  """
+
+  steps: Mapping[int, StepCosts]
+  ridden: Mapping[int, StepCosts]
+  prefill_us: float
+
+  def told(self) -> dict[str, Any]:
+    """For a record."""
+
+    def table(costs: Mapping[int, StepCosts]):
+      return {
+        str(slots): dict(zip(map(str, c.nodes), c.values, strict=True))
+        for slots, c in costs.items()
+      }
+
+    return {
+      "step_us": table(self.steps),
+      "step_with_prompt_us": table(self.ridden),
+      "prefill_us": self.prefill_us,
+    }
+
+
+class BatchPolicy:
+  """Decides for one engine, step by step.
+
+  Args:
+    system: of the engine.
+    engine: made by `engine`.
+    profile: of its steps; `warm_up` measures one where it is needed.
+  """
+
+  def __init__(
+    self,
+    system: SystemConfig,
+    engine: BatchEngine,
+    profile: Profile | None = None,
+  ):
+    self.engine = engine
+    self.profile = profile
+    has_drafts = engine.nodes > 1
+    self._shared = system.shared_budget == ON and has_drafts
+    self._dynamic = system.dynamic_draft == ON and has_drafts
+    self._fixed = system.shared_nodes
+    self._rides = engine.rider_chunk > 0 and engine.slots > 1
+    kernel = engine.kernels.w12_matmul != "reference"
+    self._most_rows: int | None = None
+    if kernel and system.weights == "w12":
+      self._most_rows = w12_matmul.MAX_ROWS - engine.rider_chunk
+    places = engine.nodes - 1
+    # Sums over steps: how many, what the best n drafts were expected to add,
+    # and what all verified ones were expected to and did.
+    self._count, self._best = 0.0, np.zeros(places)
+    self._expected = self._accepted = 0.0
+    self._last: dict[str, int] = {}  # nodes of each request's latest step
+    self._rows: int | None = None  # of the latest step
+    self._chosen: tuple[int, StepLimits] | None = None
+    self._age = 0
+
+  def rows_of(self, slots: int) -> tuple[int | None, ...]:
+    """Rows that passes over so many slots may have; None for all places.
+
+    Raises:
+      SpecPilotError: none that the kernels take.
+    """
+    whole = slots * self.engine.nodes
+    if not (self._shared or self._dynamic):
+      return (None,)
+    if self._shared and self._fixed is not None:
+      found = [max(slots, self._fixed)]
+    else:
+      found = [max(slots * share, TILE) for share in SHARES] + [whole]
+    most = whole if self._most_rows is None else self._most_rows
+    rows = sorted({min(n, whole) for n in found if n <= most})
+    if not rows:
+      raise SpecPilotError(
+        f"a pass over {slots} requests has {found[0]} rows, weights=w12 takes"
+        f" at most {most}"
+      )
+    return tuple(None if n == whole else n for n in rows)
+
+  @property
+  def _is_profiled(self) -> bool:
+    by_load = self._shared and self._fixed is None
+    return by_load or self._dynamic or self._rides
+
+  def warm_up(self, sampling: Iterable[SamplingParams]) -> None:
+    """Compiles all shapes, and times them where a policy wants to know.
+
+    Args:
+      sampling: a request of every kind that will come.
+    """
+    plan: Any = ()
+    if self._shared or self._dynamic:
+      plan = Plan.of(1, 0.0)
+    kinds = list(sampling)
+    self.engine.warm_up(kinds, rows=self.rows_of, plan=plan)
+    if self._is_profiled and self.profile is None:
+      self.profile = measure(self.engine, self.rows_of, plan, kinds[0])
+
+  def scheduler(self) -> Scheduler:
+    """Drives the engine by this policy; its updates go to `observe`."""
+    return self.engine.scheduler(plan=self.plan, ride=self.ride)
+
+  def observe(self, update: Update) -> None:
+    """Learns from what a step did."""
+    figures = update.figures
+    if update.finish is not None:
+      self._last.pop(update.request.id, None)
+    if figures is None or figures.scores is None or not update.tokens:
+      return
+    if not (self._shared or self._dynamic):
+      return
+    drafted = figures.result.drafted
+    if update.finish is None:
+      self._last[update.request.id] = 1 + drafted
+    worth = np.exp(np.minimum(figures.scores[1:].astype(np.float64), 0))
+    best = np.cumsum(np.sort(worth)[::-1])
+    self._count = MEMORY * self._count + 1
+    self._best = MEMORY * self._best + best
+    expected = best[drafted - 1] if drafted else 0.0
+    self._expected = MEMORY * self._expected + expected
+    self._accepted = MEMORY * self._accepted + figures.result.accepted
+
+  @property
+  def yields(self) -> Yields:
+    """Tokens of a pass for a request by its nodes, as of late."""
+    trust = (self._accepted + 1) / (self._expected + 1)
+    best = trust * self._best / max(self._count, 1.0)
+    if not self._count:
+      best = np.arange(1.0, best.size + 1)  # All drafts are good.
+    return Yields(tuple(range(1, best.size + 2)), (1.0, *(1 + best).tolist()))
+
+  def _slots_of(self, requests: int) -> int:
+    return min(n for n in self.engine.slot_buckets if n >= requests)
+
+  def plan(self, load: Load) -> StepLimits | None:
+    """The scheduler's: rows of the next pass, and what its allocation needs."""
+    if not (self._shared or self._dynamic):
+      return None
+    self._age += 1
+    by_load = self._shared and (self._fixed is not None or self._age % REFRESH)
+    if by_load and self._chosen and self._chosen[0] == load.decoding:
+      return self._chosen[1]
+    limits = self._choose(load.decoding)
+    self._chosen = load.decoding, limits
+    self._rows = limits.rows
+    return limits
+
+  def _choose(self, requests: int) -> StepLimits:
+    slots = self._slots_of(requests)
+    whole = slots * self.engine.nodes
+    choices = [whole if n is None else n for n in self.rows_of(slots)]
+    costs = self.profile.steps[slots] if self.profile else None
+    if self._shared and self._fixed is not None:
+      budget = max(self._fixed, requests)
+    elif self._shared:
+      assert costs is not None, "warm_up comes first"
+      budget = nodes_for(requests, costs, self.yields, choices)
+    else:
+      budget = self._wanted(requests)
+    rows = next((n for n in choices if n >= budget), choices[-1])
+    price = 0.0
+    if self._dynamic and costs is not None:
+      price = node_price(requests, costs, self.yields, rows)
+    return StepLimits(
+      rows=None if rows == whole else rows,
+      plan=Plan.of(min(budget, rows), price),
+    )
+
+  def _wanted(self, requests: int) -> int:
+    """Nodes that requests are expected to ask for: what they last verified.
+
+    Where that was all there was room for, one more: the next larger pass.
+    """
+    known = list(self._last.values())[:requests]
+    nodes = sum(known) + (requests - len(known)) * self.engine.nodes
+    return nodes + (self._rows is not None and nodes >= self._rows)
+
+  def ride(self, load: Load, unread: int) -> int:
+    """The scheduler's: tokens of a prompt that ride in the next step."""
+    if not self._rides:
+      return 0
+    assert self.profile is not None, "warm_up comes first"
+    slots = self._slots_of(load.decoding)
+    limits = self.plan(load)
+    rows = slots * self.engine.nodes
+    if limits is not None and limits.rows is not None:
+      rows = limits.rows
+    more = self.profile.ridden[slots].at(rows) - self.profile.steps[slots].at(
+      rows
+    )
+    return prompt_admission.riding(
+      unread,
+      places=self.engine.rider_chunk,
+      chunk=self.engine.prefill_chunk,
+      more_us=max(more, 0.0),
+      own_us=self.profile.prefill_us,
+    )
+
+
+def measure(
+  engine: BatchEngine,
+  rows_of: Callable[[int], Iterable[int | None]],
+  plan: Any,
+  sampling: SamplingParams,
+) -> Profile:
+  """Times an engine's passes, all shapes; what is in them does not matter.
+
+  Args:
+    engine: compiled, without requests.
+    rows_of: rows of the passes over so many slots.
+    plan: of its allocation.
+    sampling: of the requests that are timed.
+  """
+  steps: dict[int, StepCosts] = {}
+  ridden: dict[int, StepCosts] = {}
+  for slots in engine.slot_buckets:
+    whole = slots * engine.nodes
+    found = {False: {}, True: {}}
+    rides = engine.rider_chunk > 0 and engine.slots > 1
+    for rows in rows_of(slots):
+      limits = StepLimits(
+        nodes=np.ones(engine.slots, np.int32), rows=rows, plan=plan
+      )
+      for rider in (False, True) if rides else (False,):
+        found[rider][rows or whole] = _step_us(
+          engine, slots, limits, sampling, rider
+        )
+    for table, us in ((steps, found[False]), (ridden, found[True])):
+      if us:
+        table[slots] = StepCosts(tuple(us), tuple(us.values()))
+  return Profile(steps, ridden, _prefill_us(engine, sampling))
+
+
+def _timed(engine: BatchEngine, call: Callable[[int], Any], at: int) -> float:
+  """Microseconds of a call, of several in a row."""
+  engine.wait()
+  before = time.perf_counter()
+  for i in range(_TIMED_STEPS):
+    call(at + i)
+  engine.wait()
+  return 1e6 * (time.perf_counter() - before) / _TIMED_STEPS
+
+
+def _rounds(engine: BatchEngine, call: Callable[[int], Any]) -> float:
+  call(0)
+  return statistics.median(
+    _timed(engine, call, 1 + i * _TIMED_STEPS) for i in range(_TIMED_ROUNDS)
+  )
+
+
+_CALLS = 1 + _TIMED_STEPS * _TIMED_ROUNDS
+
+
+def _admit(engine, slot: int, sampling, prompt: int, tokens: int) -> None:
+  if prompt + tokens > engine.max_seq_len:
+    raise SpecPilotError(
+      f"max_seq_len {engine.max_seq_len} is too short to time steps, which"
+      f" takes {prompt + tokens}"
+    )
+  own = dataclasses.replace(
+    sampling, max_tokens=tokens, ignore_eos=True, stop=(), stop_token_ids=()
+  )
+  engine.admit(
+    slot,
+    Request(
+      id=f"timed-{slot}", prompt=[0] * prompt, max_tokens=tokens, payload=own
+    ),
+  )
+
+
+def _step_us(engine, slots, limits, sampling, rider: bool) -> float:
+  # One of the slots has the prompt that rides.
+  reader = min(slots, engine.slots - 1) if rider else None
+  stepped = [s for s in range(slots) if s != reader]
+  try:
+    for slot in stepped:
+      _admit(engine, slot, sampling, 1, _CALLS + 1)
+    if reader is not None:
+      _admit(engine, reader, sampling, _CALLS + 1, 1)
+
+    def call(i: int) -> None:
+      riders = () if reader is None else ((reader, Chunk(i, 1)),)
+      engine.step(stepped, limits, riders)
+
+    return _rounds(engine, call)
+  finally:
+    for slot in range(engine.slots):
+      engine.abort(slot)
+
+
+def _prefill_us(engine, sampling) -> float:
+  try:
+    _admit(engine, 0, sampling, _CALLS + 1, 1)
+    return _rounds(engine, lambda i: engine.prefill(0, Chunk(i, 1)))
+  finally:
+    engine.abort(0)
