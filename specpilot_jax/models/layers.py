@@ -118,7 +118,7 @@ def few_rows(out_dtype, implementation: Implementation):
   def _(size, batched, x, weight):
     own, of_weight = batched
     if not own or any(jax.tree.leaves(of_weight)):
-      raise NotImplementedError("a batch of weights in W12")
+      raise ValueError("a batch of weights in W12, expected one for all")
     rows = x.reshape(-1, x.shape[-1])
     out = matmul(rows, weight, out_dtype, implementation)
     return out.reshape(size, -1, out.shape[-1]), True

@@ -18,6 +18,7 @@ Two forms
   ragged.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specpilot_jax.models.state import Nodes, TargetState, pytree
+
+
+def each(function: Callable[..., Any]) -> Callable[..., Any]:
+  """A function of one request, of all: `jax.vmap`, but for a single one.
+
+  That is computed as if there were no others: a batch of one costs what a
+  request alone does. (A slice at a traced place, mapped, is a gather.)
+  """
+
+  def mapped(*arguments: Any) -> Any:
+    if jax.tree.leaves(arguments)[0].shape[0] > 1:
+      return jax.vmap(function)(*arguments)
+    only = function(*jax.tree.map(lambda x: x[0], arguments))
+    return jax.tree.map(lambda x: x[None], only)
+
+  return mapped
 
 
 @pytree
@@ -86,7 +103,7 @@ class Packed:
 
   def over(self, mix, rows: Any, *request: Any) -> tuple[Any, Any]:
     """See `Nodes.over`: request by request."""
-    out, stash = jax.vmap(mix)(
+    out, stash = each(mix)(
       self.nodes, jax.tree.map(self.by_request, rows), *request
     )
     return jax.tree.map(self.by_row, out), stash

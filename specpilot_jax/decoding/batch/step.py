@@ -27,7 +27,7 @@ from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.models import state as state_lib
-from specpilot_jax.models.packed import Both, Packed, Ridden, fit
+from specpilot_jax.models.packed import Both, Packed, Ridden, each, fit
 from specpilot_jax.models.target import TargetOutput
 
 
@@ -123,7 +123,7 @@ def keep(nodes: state_lib.Nodes, kept: Bool[Array, "S N"]) -> state_lib.Nodes:
   Args:
     kept: with every node its ancestors.
   """
-  return jax.vmap(_keep)(nodes, kept)
+  return each(_keep)(nodes, kept)
 
 
 def _keep(nodes: state_lib.Nodes, kept: Bool[Array, " N"]) -> state_lib.Nodes:
@@ -286,8 +286,8 @@ class BatchFns:
     nodes = self._nodes(own, offer, live, rows)
     ridden = None if rider is None else _at(slots.carry, rider.slot)
     seen, also = self._verify(params, own, drafted, nodes, rider, ridden, rows)
-    after, out = jax.vmap(self.one.finish, in_axes=(None, 0, 0, 0, 0))(
-      params, carry, request, lattice, seen
+    after, out = each(lambda *of_one: self.one.finish(params, *of_one))(
+      carry, request, lattice, seen
     )
     after = dataclasses.replace(
       after,
@@ -324,12 +324,12 @@ class BatchFns:
     if drafter is None:
       return None, None
     with jax.named_scope("drafter"):
-      lattice = jax.vmap(lambda *of_one: drafter.draft(params[1], *of_one))(
+      lattice = each(lambda *of_one: drafter.draft(params[1], *of_one))(
         carry.drafter, carry.anchor, carry.target.length
       )
 
       def nodes(fns):
-        return jax.vmap(
+        return each(
           lambda lattice, request, anchor, position, remaining: fns.drafted(
             lattice,
             request,
@@ -353,7 +353,7 @@ class BatchFns:
     """What all requests would verify."""
     fns, nodes = self.one, drafted.nodes
     slots, size = nodes.tokens.shape
-    first = jax.vmap(
+    first = each(
       lambda lattice, sampling, position: draft_lib.chain(
         lattice,
         valid_vocab=fns.config.valid_vocab,
@@ -366,7 +366,7 @@ class BatchFns:
     count = jnp.where(live, nodes.count, 0)
     scores = drafted.scores
     if drafted.chain is not None:
-      scores = jax.vmap(lambda chain: chain.path_scores)(first)[:, :size]
+      scores = each(lambda chain: chain.path_scores)(first)[:, :size]
     exists = jnp.arange(size) < count[:, None]
     return Offer(
       nodes=dataclasses.replace(nodes, count=count),
@@ -382,7 +382,7 @@ class BatchFns:
   def _nodes(self, own, offer: Offer | None, live, rows) -> state_lib.Nodes:
     """What is verified: of each request its anchor at least."""
     if offer is None:
-      return jax.vmap(
+      return each(
         lambda anchor, one: state_lib.run_of(anchor[None], one, prefill=True)
       )(own.carry.anchor, live)
     nodes = offer.nodes if self.allocate is None else self.allocate(offer)
@@ -407,13 +407,13 @@ class BatchFns:
 
     def anchors():
       """Nobody has drafts: a pass of one node each."""
-      roots = jax.vmap(
+      roots = each(
         lambda anchor, one: state_lib.run_of(anchor[None], one, prefill=False)
       )(own.carry.anchor, nodes.count)
       seen, also = self._pass(
         params, own, None, Packed.of(roots), rider, ridden
       )
-      pad = jax.vmap(lambda x: step_lib.pad_nodes(x, 1, size))
+      pad = each(lambda x: step_lib.pad_nodes(x, 1, size))
       return pad(seen), also
 
     return jax.lax.cond(jnp.any(nodes.count > 1), whole, anchors)
@@ -443,18 +443,18 @@ class BatchFns:
     nan = packed.by_request(jnp.isnan(logits).any(axis=-1))
     if carry.history is not None:
       logits = packed.by_row(
-        jax.vmap(fns.penalized)(
+        each(fns.penalized)(
           packed.by_request(logits), own.request, carry.history, packed.nodes
         )
       )
-    acceptance = jax.vmap(accept.match)(
+    acceptance = each(accept.match)(
       packed.nodes, packed.by_request(self._choices(logits, own, packed))
     )
     if fns.rejects and drafted is not None:
       law = packed.by_request(self._law(logits, own, packed))
       acceptance = _where(
         own.sampled,
-        jax.vmap(accept.rejection)(
+        each(accept.rejection)(
           packed.nodes,
           drafted.chain,
           law,
@@ -463,7 +463,7 @@ class BatchFns:
         ),
         acceptance,
       )
-    seen = jax.vmap(step_lib.Verified.of)(
+    seen = each(step_lib.Verified.of)(
       packed.nodes, packed.by_request(taps), stash, acceptance, nan
     )
     return seen, also
@@ -472,7 +472,7 @@ class BatchFns:
     """A function of one row of logits and its request's settings, of all."""
     positions = packed.positions(own.carry.target.length) + 1
     settings = jax.tree.map(packed.spread, own.request.sampling)
-    return jax.vmap(
+    return each(
       lambda row, setting, position: function(
         row[None], setting, position[None]
       )[0]
