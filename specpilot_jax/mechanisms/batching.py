@@ -88,11 +88,13 @@ class Allocation:
     chains: every request's nodes are a chain.
     shared: the plan's budget counts.
     dynamic: requests verify as many positions as they are worth.
+    lengths: of those, see `dynamic_draft.length`.
   """
 
   chains: bool
   shared: bool
   dynamic: bool
+  lengths: tuple[int, ...] = dynamic_draft.LENGTHS
 
   def fresh(self) -> Any:
     return dynamic_draft.Recent.fresh() if self.dynamic else ()
@@ -100,9 +102,11 @@ class Allocation:
   def __call__(self, offer: batch_step.Offer) -> state_lib.Nodes:
     nodes, scores, budget = offer.nodes, offer.scores, offer.rows
     if self.dynamic:
-      positions = jax.vmap(dynamic_draft.length, in_axes=(0, 0, None))(
-        offer.learned, self._survival(offer), offer.plan.price
-      )
+      positions = jax.vmap(
+        lambda recent, survival: dynamic_draft.length(
+          recent, survival, offer.plan.price, self.lengths
+        )
+      )(offer.learned, self._survival(offer))
       scores = jnp.where(nodes.depth < positions[:, None], scores, -jnp.inf)
     if self.shared:
       budget = jnp.minimum(offer.plan.budget, budget)
@@ -238,8 +242,9 @@ class BatchPolicy:
       found = [max(slots, self._fixed)]
     else:
       found = [max(slots * share, TILE) for share in SHARES] + [whole]
-    most = whole if self._most_rows is None else self._most_rows
-    rows = sorted({min(n, whole) for n in found if n <= most})
+    most = self._most_rows
+    found = sorted({min(n, whole) for n in found})
+    rows = [n for n in found if most is None or n <= most]
     if not rows:
       raise SpecPilotError(
         f"a pass over {slots} requests has {found[0]} rows, weights=w12 takes"
