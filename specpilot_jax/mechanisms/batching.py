@@ -43,8 +43,9 @@ from specpilot_jax.mechanisms.step_costs import (
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.target import Target
 
-SHARES = (1, 2, 4, 8)
-"""Rows for each slot of a pass that may be compiled, beside the full block."""
+SHARES = (2, 4, 8)
+"""Rows for each slot of a pass that may be compiled, beside the full block and
+one row each: then there are no drafts to verify, and none are made."""
 
 TILE = 16
 """Rows below which a pass is no cheaper: products go by tiles of so many."""
@@ -241,7 +242,8 @@ class BatchPolicy:
     if self._shared and self._fixed is not None:
       found = [max(slots, self._fixed)]
     else:
-      found = [max(slots * share, TILE) for share in SHARES] + [whole]
+      shares = [max(slots * share, TILE) for share in SHARES]
+      found = [slots, *shares, whole]
     most = self._most_rows
     found = sorted({min(n, whole) for n in found})
     rows = [n for n in found if most is None or n <= most]
