@@ -17,6 +17,7 @@ from experiments.controller import section as paired_section
 from experiments.cost_model import sections
 from experiments.faults import section as faults_section
 from experiments.rounds import section as round_section
+from experiments.serving import section as serving_section
 from experiments.settings import AR
 from specpilot_jax.errors import SpecPilotError
 
@@ -46,8 +47,10 @@ _DEFINITIONS = (
   " tau = 1 + their sum over passes that no stop cut (checked pass by pass:"
   " each emits its accepted drafts and one token more). Conditional:"
   " over the passes that accepted the position before and drafted this one.",
+)
+_ONE_AT_A_TIME = (
   "Requests are decoded one at a time, by every system in turn; the order turns"
-  " around from prompt to prompt.",
+  " around from prompt to prompt."
 )
 
 
@@ -148,6 +151,7 @@ def _blocks(result, records) -> list[Block]:
     )
   blocks += [Text(f"Note: {note}") for note in result["notes"]]
   if systems:
+    blocks += serving_section.blocks(systems)
     blocks += _speed(systems)
     blocks += _acceptance(systems, records)
   if result["round"]:
@@ -176,8 +180,14 @@ def _headline(result) -> str:
     f"Target {d['target']} ({d['weights']}), drafter {d['drafter']}, on"
     f" {d['device']} ({e['platform']}, {e['cores']} cores). Prompts:"
     f" {result['prompts'].get('requests')} of {sets}{chat}{turns}, temperature"
-    f" {law:g}, one request at a time."
+    f" {law:g}, {_at_once(d['batch'])}."
   )
+
+
+def _at_once(batch: int) -> str:
+  if batch == 1:
+    return "one request at a time"
+  return f"at most {batch} requests at once"
 
 
 def _speed(systems) -> list[Block]:
@@ -463,6 +473,7 @@ def _run(result) -> list[Block]:
     Table(("", ""), tuple(rows), left=True),
     Heading("Definitions"),
     *(Text(line) for line in _DEFINITIONS),
+    *([Text(_ONE_AT_A_TIME)] if result["deployment"]["batch"] == 1 else []),
   ]
 
 

@@ -25,8 +25,8 @@ from experiments import (
   results,
   timed,
 )
-from experiments.console import Progress, number, say, table
-from experiments.serving import drive
+from experiments.console import Progress, say, table
+from experiments.serving import drive, section
 from experiments.serving.arrivals import Level
 from experiments.serving.settings import LoadSettings
 from experiments.settings import AR, STOCK, Settings
@@ -228,7 +228,7 @@ def run(settings: Settings, load: LoadSettings) -> int:
       peaks.note("token_forcing")
     result["device_memory"] = peaks.told()
     say()
-    say(load_table(results.to_json(result["systems"])))
+    say(table(section.HEADER, section.rows(result["systems"])))
     return benchmark.finish(folder, result, records, clock)
   except BaseException as e:
     folder.event("run_failed", error=f"{type(e).__name__}: {e}")
@@ -355,29 +355,3 @@ def _serve(told: _Run, name, level, policy, progress) -> list[Any]:
   for served in answers:
     done(served)
   return records
-
-
-def load_table(systems: Mapping[str, Any]) -> str:
-  """The systems under their loads side by side."""
-  header = (
-    "system", "tok/s", "vs ar", "vs stock", "TTFT p50", "p99", "TPOT p50",
-    "p99 ms", "tau", "nodes/pass", "requests/pass", "goodput",
-  )  # fmt: skip
-  rows = [
-    (
-      name,
-      number(s["output_throughput"], 1),
-      number(s["speedup_vs_ar"], 2, "x"),
-      number(s["speedup_vs_stock"], 2, "x"),
-      number(s["p50_ttft_ms"], 0),
-      number(s["p99_ttft_ms"], 0),
-      number(s["p50_tpot_ms"], 2),
-      number(s["p99_tpot_ms"], 2),
-      number(s["acceptance_length"]),
-      number(s["nodes_per_pass"], 1),
-      number(s["requests_per_pass"], 1),
-      number(s["request_goodput"], 2),
-    )
-    for name, s in systems.items()
-  ]
-  return table(header, rows)

@@ -43,8 +43,9 @@ from specpilot_jax.mechanisms.step_costs import (
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.target import Target
 
-SHARES = (1, 2, 4, 8)
-"""Rows for each slot of a pass that may be compiled, beside the full block."""
+SHARES = (2, 4, 8)
+"""Rows for each slot of a pass that may be compiled, beside the full block and
+one row each: then there are no drafts to verify, and none are made."""
 
 TILE = 16
 """Rows below which a pass is no cheaper: products go by tiles of so many."""
@@ -88,11 +89,13 @@ class Allocation:
     chains: every request's nodes are a chain.
     shared: the plan's budget counts.
     dynamic: requests verify as many positions as they are worth.
+    lengths: of those, see `dynamic_draft.length`.
   """
 
   chains: bool
   shared: bool
   dynamic: bool
+  lengths: tuple[int, ...] = dynamic_draft.LENGTHS
 
   def fresh(self) -> Any:
     return dynamic_draft.Recent.fresh() if self.dynamic else ()
@@ -100,9 +103,11 @@ class Allocation:
   def __call__(self, offer: batch_step.Offer) -> state_lib.Nodes:
     nodes, scores, budget = offer.nodes, offer.scores, offer.rows
     if self.dynamic:
-      positions = jax.vmap(dynamic_draft.length, in_axes=(0, 0, None))(
-        offer.learned, self._survival(offer), offer.plan.price
-      )
+      positions = jax.vmap(
+        lambda recent, survival: dynamic_draft.length(
+          recent, survival, offer.plan.price, self.lengths
+        )
+      )(offer.learned, self._survival(offer))
       scores = jnp.where(nodes.depth < positions[:, None], scores, -jnp.inf)
     if self.shared:
       budget = jnp.minimum(offer.plan.budget, budget)
@@ -237,9 +242,11 @@ class BatchPolicy:
     if self._shared and self._fixed is not None:
       found = [max(slots, self._fixed)]
     else:
-      found = [max(slots * share, TILE) for share in SHARES] + [whole]
-    most = whole if self._most_rows is None else self._most_rows
-    rows = sorted({min(n, whole) for n in found if n <= most})
+      shares = [max(slots * share, TILE) for share in SHARES]
+      found = [slots, *shares, whole]
+    most = self._most_rows
+    found = sorted({min(n, whole) for n in found})
+    rows = [n for n in found if most is None or n <= most]
     if not rows:
       raise SpecPilotError(
         f"a pass over {slots} requests has {found[0]} rows, weights=w12 takes"

@@ -64,7 +64,10 @@ def survival(
 
 
 def length(
-  recent: Recent, survival: Float[Array, " S"], price: Float[Array, ""] | float
+  recent: Recent,
+  survival: Float[Array, " S"],
+  price: Float[Array, ""] | float,
+  lengths: tuple[int, ...] = LENGTHS,
 ) -> Int[Array, ""]:
   """Positions to verify: those that are worth the most.
 
@@ -76,9 +79,10 @@ def length(
     recent: of the request.
     survival: of the block.
     price: tokens that a node must bring, see `step_costs.node_price`.
+    lengths: to choose from, the longest first.
 
   Returns:
-    One of `LENGTHS`, the longest of equally good ones.
+    One of the lengths, the longest of equally good ones.
   """
   trust = (recent.accepted + 1) / (recent.expected + 1)
   likely = jnp.minimum(trust * survival, 1)
@@ -86,10 +90,10 @@ def length(
   values = jnp.stack(
     [
       jnp.where(slots < positions - 1, likely - price, 0).sum()
-      for positions in LENGTHS
+      for positions in lengths
     ]
   )
-  return jnp.asarray(LENGTHS, jnp.int32)[jnp.argmax(values)]
+  return jnp.asarray(lengths, jnp.int32)[jnp.argmax(values)]
 
 
 def learned(

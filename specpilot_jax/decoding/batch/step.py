@@ -261,6 +261,8 @@ class BatchFns:
       plan: see `Offer`.
       rider: a run of another slot's prompt that the pass takes along.
       rows: of a packed pass, rider not included; None for the dense form.
+        Where there is one for each slot nothing is drafted: a step of plain
+        decoding, behind which the drafter's context is what it should be.
     """
     own = slots
     if index is not None:
@@ -279,8 +281,9 @@ class BatchFns:
       limits=jax.tree.map(jnp.minimum, own.request.limits, limits),
     )
     own = dataclasses.replace(own, carry=carry, request=request)
-    lattice, drafted = self._draft(params, own)
-    offer = None
+    lattice, drafted, offer = None, None, None
+    if rows is None or rows > live.shape[0]:
+      lattice, drafted = self._draft(params, own)
     if drafted is not None:
       offer = self._offer(own, lattice, drafted, live, plan, rows)
     nodes = self._nodes(own, offer, live, rows)
