@@ -145,7 +145,7 @@ def fit(
   more = jnp.maximum(count - least, 0)
   room = rows - least.sum()
   before = jnp.cumsum(more) - more
-  return least + jnp.clip(room - before, 0, more)
+  return (least + jnp.clip(room - before, 0, more)).astype(jnp.int32)
 
 
 @pytree

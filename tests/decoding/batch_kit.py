@@ -101,6 +101,7 @@ def engine(
   rider_chunk: int = 0,
   acceptance: str = "match",
   features: Features | None = EVERYTHING,
+  variable_length: bool = False,
 ) -> ScriptedBatchEngine:
   """A batch engine with scripts, shared by whoever asks for the same.
 
@@ -114,6 +115,7 @@ def engine(
     allocate=allocate,
     rider_chunk=rider_chunk,
     acceptance=acceptance,
+    variable_length=variable_length,
   )
   made.features = features
   return made
@@ -127,6 +129,7 @@ def make(
   allocate: Any = None,
   rider_chunk: int = 0,
   acceptance: str = "match",
+  variable_length: bool = False,
   like: ScriptedBatchEngine | None = None,
 ) -> ScriptedBatchEngine:
   """A fresh one: see `engine`.
@@ -137,7 +140,9 @@ def make(
   """
   drafter, system = None, SystemConfig()
   if kind != "none":
-    drafter = tree_kit.LatticeDrafter(tree_kit.SLOTS, BASE, conditional=True)
+    drafter = tree_kit.LatticeDrafter(
+      tree_kit.SLOTS, BASE, conditional=True, variable_length=variable_length
+    )
     system = SystemConfig(acceptance=acceptance)
   if kind == "tree":
     system = SystemConfig(tree="best_first", node_budget=16)

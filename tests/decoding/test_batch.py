@@ -1,6 +1,7 @@
 """A batch changes no token and no state of any of its requests (float64)."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from specpilot_jax.decoding.sampling import Features
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.packed import fit
 from tests.decoding import batch_kit, kit
-from tests.decoding.batch_kit import Run
+from tests.decoding.batch_kit import EVERYTHING, Run
 from tests.notes import FULL, note
 
 
@@ -49,16 +50,26 @@ ALLOCATE = RandomNodes()
 SLOTS = 5
 
 
-def chains() -> batch_kit.ScriptedBatchEngine:
+SAMPLED = Features(greedy=False, filters=False, penalties=False)
+GREEDY = Features(greedy=True, filters=False, penalties=False)
+
+
+def chains(features: Features = EVERYTHING) -> batch_kit.ScriptedBatchEngine:
   """Shared by most tests."""
-  return batch_kit.engine("chain", SLOTS, rider_chunk=4)
+  engine = batch_kit.engine("chain", SLOTS, rider_chunk=4)
+  engine.features = features
+  return engine
 
 
 class BatchTest(kit.Float64TestCase):
   @parameterized.named_parameters(("2", 2), ("3", 3), ("5", 5), ("16", 16))
   def test_batches(self, size):
     """Random arrivals, greedy: the states after each step too."""
-    engine = batch_kit.engine("chain", 16, (5, 16), features=None)
+    engine = chains(GREEDY)
+    if size > SLOTS:
+      engine = batch_kit.engine(
+        "chain", size, features=GREEDY, variable_length=True
+      )
     references = batch_kit.references(size)
     run = Run(engine, references, arrivals=arrivals(size, size), states=True)
     self.assertEqual(set(run.finished().values()), {"length"})
@@ -68,6 +79,10 @@ class BatchTest(kit.Float64TestCase):
       f"batch of {size}: largest state difference {run.worst:.2g},"
       f" {run.accepted} drafts accepted"
     )
+    if size > SLOTS:  # where nobody drafts, a pass has a node of each
+      run = Run(engine, references, mode="none", states=True)
+      run.finished()
+      self.assertEqual(run.accepted, 0)
 
   def test_mixed_sampling(self):
     """Greedy, sampled, and filtered with penalties, in one step."""
@@ -78,11 +93,11 @@ class BatchTest(kit.Float64TestCase):
 
   def test_aborts_at_every_step(self):
     """Waiting, reading its prompt, decoding: its slot serves the next one."""
-    references = batch_kit.references(8, mixed=True)
+    references = batch_kit.references(8)
     ends, heirs = set(), set()
     for victim in range(8) if FULL else (3,):
       for k in range(20):
-        run = Run(chains(), references)
+        run = Run(chains(GREEDY), references)
         for _ in range(k):
           run.advance()
         run.abort(str(victim))
@@ -95,8 +110,12 @@ class BatchTest(kit.Float64TestCase):
 
   def test_trees(self):
     """Packed: all nodes that there is room for, then any that are trees."""
-    engine = batch_kit.engine("tree", SLOTS, allocate=ALLOCATE)
-    references = batch_kit.references(8, mixed=True)
+    engine = batch_kit.engine(
+      "tree", SLOTS, allocate=ALLOCATE, features=SAMPLED
+    )
+    references = [
+      r for r in batch_kit.references(8, mixed=True) if not r.sampling.top_k
+    ]
     most = {}
     for seed in (-1, 3):
 
@@ -115,7 +134,7 @@ class BatchTest(kit.Float64TestCase):
     """Without an allocation, limits that fit the rows."""
     limits = np.asarray([1, 2, 4, 6, 3])
     run = Run(
-      chains(),
+      chains(GREEDY),
       batch_kit.references(5),
       mode="first",
       plan=lambda load: StepLimits(nodes=limits, rows=16),
@@ -135,9 +154,42 @@ class BatchTest(kit.Float64TestCase):
     for slot in range(SLOTS):
       chains().abort(slot)
 
+  def test_host_lag(self):
+    """The host reads a step late, and a slot may have its next request by
+    then."""
+    engine = chains()
+    with mock.patch.object(engine._one, "host_lag", 1):
+      references = batch_kit.references(8, mixed=True)
+      run = Run(engine, references)
+      for _ in range(6):
+        run.advance()
+      run.abort("1")
+      run.finished()
+    self.assertEmpty(engine._pending)
+
+  def test_interrupted(self):
+    """Requests are lost, and the engine says so; the next ones are served."""
+    engine = batch_kit.make("chain", SLOTS, like=chains())
+    engine._steps = chains()._steps
+    engine.features = chains().features
+    references = batch_kit.references(3, mixed=True)
+    run = Run(engine, references)
+    for _ in range(3):
+      run.advance()
+    with mock.patch.object(
+      engine, "_step", return_value=mock.Mock(side_effect=KeyboardInterrupt)
+    ):
+      with self.assertRaises(KeyboardInterrupt):
+        run.advance()
+    with self.assertRaisesRegex(SpecPilotError, "lost the states"):
+      run.advance()
+    for name in "012":
+      run.abort(name)
+    Run(engine, references).finished()
+
   def test_prompts_that_ride(self):
     """A chunk of one request's prompt in the verify pass of the others."""
-    references = batch_kit.references(8, mixed=True)
+    references = batch_kit.references(8)
     rode = []
 
     def ride(load, unread):
@@ -145,7 +197,11 @@ class BatchTest(kit.Float64TestCase):
       return 4
 
     run = Run(
-      chains(), references, arrivals=arrivals(8, 3), states=True, ride=ride
+      chains(GREEDY),
+      references,
+      arrivals=arrivals(8, 3),
+      states=True,
+      ride=ride,
     )
     run.finished()
     self.assertGreater(len(rode), 4)
@@ -206,7 +262,7 @@ class BatchTest(kit.Float64TestCase):
     batch = batch_kit.make(
       "chain", SLOTS, acceptance="rejection", like=chains()
     )
-    batch.features = Features(greedy=False, filters=False, penalties=False)
+    batch.features = SAMPLED
     one = kit.ScriptedEngine(
       kit.build(batch_kit.BASE, "float64"),
       drafter=batch._one.drafter,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +99,8 @@ def _attention(draw):
     *(draw(2, kv_heads, rows, dim) for _ in range(2)),
     jnp.asarray([33, 7]), mask,
   )  # fmt: skip
-  return lambda *given: tree_attention.tree_attention(
-    *given, 0.25, implementation="interpret"
+  return functools.partial(
+    tree_attention.tree_attention, scale=0.25, implementation="interpret"
   ), shapes
 
 
@@ -142,7 +143,7 @@ def lowered(gpu: str, slots: int | None) -> str:
     lambda: target_lib.Target(config, jnp.bfloat16, nnx.Rngs(0), kernels)
   )
   graphdef, params = nnx.split(model)
-  drafter = Offering()
+  drafter: Any = Offering()
   fns = step_lib.StepFns(
     config=config,
     graphdef=graphdef,

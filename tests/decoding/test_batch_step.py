@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import jax
@@ -176,7 +177,8 @@ class RefusalTest(kit.Float64TestCase):
     engine.scripts["a"] = dict(mode="none", reference=[0])
 
     def request(**changes):
-      fields = dict(id="a", prompt=[1, 2, 3], max_tokens=4) | changes
+      fields: dict[str, Any] = dict(id="a", prompt=[1, 2, 3], max_tokens=4)
+      fields |= changes
       return Request(**fields)
 
     engine.admit(0, request())
@@ -212,14 +214,16 @@ class RefusalTest(kit.Float64TestCase):
 
   def test_settings(self):
     target = kit.build(BASE, "float64")
-    for line, settings in (
+    cases: list[tuple[str, dict[str, Any]]] = [
       ("slots must be", dict(slots=0)),
       ("rider_chunk must be", dict(rider_chunk=1)),
       ("rider_chunk must be", dict(rider_chunk=100)),
       ("slot_buckets", dict(slots=4, slot_buckets=(1, 2))),
-      ("one request at a time", dict(system=SystemConfig(
-        verification="two_level"
-      ))),
-    ):  # fmt: skip
+      (
+        "one request at a time",
+        dict(system=SystemConfig(verification="two_level")),
+      ),
+    ]
+    for line, settings in cases:
       with self.assertRaisesRegex(SpecPilotError, line):
         BatchEngine(target, **settings)

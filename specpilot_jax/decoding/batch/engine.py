@@ -189,7 +189,8 @@ class BatchEngine:
     self._pending: deque[
       tuple[batch_step.BatchOutput, list[tuple[int, int, _Ticket]]]
     ] = deque()
-    self._slots = self._fresh()
+    # `Slots`; None while a call has them.
+    self._slots: Any = self._fresh()
 
   def _fresh(self) -> batch_step.Slots:
     """Empty slots."""
@@ -214,6 +215,22 @@ class BatchEngine:
       lambda x: jnp.zeros((self.slots, *x.shape), x.dtype),
       jax.eval_shape(a_slot),
     )
+
+  def _taken(self) -> batch_step.Slots:
+    """The slots, for a call that they are donated to.
+
+    Whoever breaks off inside such a call, a Ctrl-C among them, takes the states
+    of all requests along.
+    """
+    slots, self._slots = self._slots, None
+    if slots is not None:
+      return slots
+    if len(self.free_slots) < self.slots:
+      raise SpecPilotError(
+        "an interrupted call has lost the states of all slots; abort them"
+      )
+    self._pending.clear()
+    return self._fresh()
 
   def _settings(self, sampling: SamplingParams):
     return dataclasses.replace(self._one.request(sampling), plan=())
@@ -275,7 +292,7 @@ class BatchEngine:
     padded = np.zeros(self._one.capacity, np.int32)
     padded[: prompt.size] = prompt
     self._slots = self._admit(
-      self._slots,
+      self._taken(),
       np.int32(slot),
       padded,
       np.int32(prompt.size),
@@ -311,7 +328,7 @@ class BatchEngine:
   def prefill(self, slot: int, chunk: Chunk) -> None:
     """Commits a chunk of the prompt of the slot's request."""
     rider = self._reader(slot, chunk, self.prefill_chunk)
-    self._slots = self._prefill(self._one.params, self._slots, rider)
+    self._slots = self._prefill(self._one.params, self._taken(), rider)
 
   def abort(self, slot: int) -> None:
     """Frees a slot, whatever its request is doing."""
@@ -369,6 +386,8 @@ class BatchEngine:
     emitted = []
     while len(self._pending) > self._one.host_lag:
       emitted += self._read(*self._pending.popleft())
+    if len(self.free_slots) == self.slots:
+      self._pending.clear()  # steps behind the last one of the last request
     return emitted
 
   def _ready(self, slot: int) -> _Ticket:
@@ -415,7 +434,7 @@ class BatchEngine:
     kernels_lib.check_rows(self.kernels, in_all, self._weights)
     self._slots, out = self._step(features)(
       self._one.params,
-      self._slots,
+      self._taken(),
       None if bucket == self.slots else index,
       listed,
       given,
