@@ -100,22 +100,25 @@ class _Shares:
     return max(self.owners(group) for group in range(self.groups))
 
 
-TILES = {
-  8: Tile(),
-  16: Tile(),
-  32: Tile(),
-  64: Tile(lanes=64, num_warps=4, programs=264),
-}
+WIDE = Tile(lanes=64, num_warps=4, programs=264)
+TILES = {8: Tile(), 16: Tile(), 32: Tile(), 64: WIDE}
 """By rows of x; measured on an H200 (132 multiprocessors)."""
+LONG = 131_072
+"""Rows of W (a vocabulary's) from which on `WIDE` is as fast or faster for any
+number of rows of x: 1.1 % at 16, 2.5 % at 32."""
 
-FINISH_ROWS, FINISH_N = 32, 16
-"""Rows of W and of x that a program of the second kernel has at most. It waits
-three times for memory, so it is small and there are many."""
-FINISH_MANY = 8192
-"""Rows of W from which on that are programs enough; below, they have half."""
+FINISH_ROWS, FINISH_N = 32, {8: 8, 16: 16, 32: 16, 64: 32}
+"""Rows of W and of x that a program of the second kernel has at most, the
+latter by rows of x. It waits three times for memory, so it is small and there
+are many."""
+FINISH_MANY = {8: 32_768, 16: 8192, 32: 8192, 64: 8192}
+"""Rows of W, by rows of x, from which on that are programs enough; below, they
+have half."""
 ENTRIES = 32
 """Of the lists of its rows that such a program applies at a time: more than
-32 rows of 5,120 have. Twice as many for longer rows."""
+32 rows of 5,120 have. Twice as many where its rows hold more than
+`ENTRIES_WEIGHTS` weights."""
+ENTRIES_WEIGHTS = 262_144
 
 
 def matmul(
@@ -171,7 +174,7 @@ def _matmul_kernel(
     raise ValueError("w12_matmul's kernel takes planes in tiles")
   n = x.shape[0]
   _, _, height, width = w.low.shape
-  tile = tile or TILES[rows_of(n)]
+  tile = tile or (WIDE if w.shape[0] >= LONG else TILES[rows_of(n)])
   tile = dataclasses.replace(tile, lanes=min(tile.lanes, height))
   if width < 16 or tile.lanes < 16:
     raise ValueError(f"w12_matmul's kernel does not take W of {w.shape}")
@@ -211,9 +214,10 @@ def _matmul_kernel(
     ),
     name="w12_view" if view else "w12_matmul",
   )(x, w.base, *planes)
-  rows, few = w.shape[0], min(rows_of(n), FINISH_N)
-  high = FINISH_ROWS if rows >= FINISH_MANY else FINISH_ROWS // 2
-  longer = high * w.shape[1] > FINISH_ROWS * FINISH_MANY
+  rows, few = w.shape[0], FINISH_N[rows_of(n)]
+  many = rows >= FINISH_MANY[rows_of(n)]
+  high = FINISH_ROWS if many else FINISH_ROWS // 2
+  longer = high * w.shape[1] > ENTRIES_WEIGHTS
   return call(
     functools.partial(
       _finish,

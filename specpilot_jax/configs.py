@@ -236,6 +236,19 @@ class SystemConfig:
         f"node_budget must be at most {MAX_NODES}, got {self.node_budget}"
       )
 
+  def check_alone(self) -> None:
+    """Refuses to decode one request at a time.
+
+    Raises:
+      SpecPilotError: a setting that is about several requests at once.
+    """
+    for name in ("shared_budget", "dynamic_draft", "prompt_admission"):
+      if getattr(self, name) == ON:
+        raise SpecPilotError(
+          f"{name}={ON} is for several requests at once, this engine decodes"
+          " one at a time"
+        )
+
   def check_temperature(self, temperature: float) -> None:
     """Refuses requests that a system does not decode.
 

@@ -149,6 +149,10 @@ class SystemTest(ConfigTestCase):
     self.refused("shared_nodes=9 conflicts with shared_budget=off",
                  SystemConfig, shared_nodes=9)  # fmt: skip
     SystemConfig(shared_budget="on", shared_nodes=9)
+    SystemConfig().check_alone()
+    for name in ("shared_budget", "dynamic_draft", "prompt_admission"):
+      self.refused(f"{name}=on is for several requests at once",
+                   SystemConfig(**{name: "on"}).check_alone)  # fmt: skip
 
   def test_acceptance(self):
     for value in (None, "", 3, ["match"]):

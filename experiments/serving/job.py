@@ -31,8 +31,9 @@ from experiments.serving.arrivals import Level
 from experiments.serving.settings import LoadSettings
 from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
-from specpilot_jax.configs import SystemConfig
+from specpilot_jax.configs import ONE_LEVEL, SystemConfig
 from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import batching, registry
 from specpilot_jax.models import target as target_lib
 
@@ -139,6 +140,12 @@ def run(settings: Settings, load: LoadSettings) -> int:
     MeasurementError: a request that was not answered.
   """
   clock = benchmark.Clock(settings.max_wall_s)
+  for name in settings.systems:
+    verification = settings.system(name).verification
+    if verification != ONE_LEVEL:
+      raise SpecPilotError(
+        f"verification={verification} decodes one request at a time, not a load"
+      )
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
   loading.prepare_jax(settings.dtype)

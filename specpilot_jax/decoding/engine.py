@@ -345,6 +345,7 @@ class Engine:
     the carry is that many steps further on. A carry is valid until the next
     step; closing the iterator makes the engine ready for the next request.
     """
+    self.system.check_alone()
     prompt = self.check_ids(prompt_ids, "prompt")
     room = self.max_seq_len - prompt.size
     if room < 1:

@@ -15,7 +15,7 @@ from absl.testing import parameterized
 
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.batch import step as batch_step
-from specpilot_jax.decoding.batch.scheduler import Load
+from specpilot_jax.decoding.batch.scheduler import Load, Request, Update
 from specpilot_jax.decoding.draft import Drafts, Lattice
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import batching
@@ -231,6 +231,67 @@ class PolicyTest(kit.Float64TestCase):
       self.assertEqual(limits.rows, rows)
       self.assertIs(policy.plan(load), limits)  # while nothing has changed
     self.assertIsNone(BatchPolicy(SystemConfig(), engine).plan(load))
+
+  def update(self, name, *, drafted, accepted, score=-0.1, finish=None):
+    """News of a step with 15 drafts offered, all alike."""
+    result = types.SimpleNamespace(drafted=drafted, accepted=accepted)
+    scores = np.concatenate([[0.0], score * np.arange(1, 16)])
+    return Update(
+      Request(id=name, prompt=[0], max_tokens=9),
+      tokens=(1,),
+      finish=finish,
+      figures=types.SimpleNamespace(result=result, scores=scores),
+    )
+
+  def test_nodes_follow_what_drafts_are_worth(self):
+    costs = StepCosts((4, 16, 32, 64), (100.0, 110.0, 150.0, 220.0))
+    policy = BatchPolicy(
+      SystemConfig(shared_budget="on"), shape(), Profile({4: costs}, {}, 1.0)
+    )
+    load = Load(waiting=0, prefilling=0, decoding=4, free_slots=0, free_pages=0)
+    rows = []
+    for drafted, accepted in ((15, 12), (15, 0), (15, 12)):
+      for _ in range(400):
+        policy.observe(self.update("a", drafted=drafted, accepted=accepted))
+        limits = policy.plan(load)
+        assert limits is not None
+      rows.append(limits.rows)
+    self.assertEqual(rows, [None, 4, None])
+    # By hand: of drafts alike but for their place, all accepted as expected.
+    fresh = BatchPolicy(SystemConfig(shared_budget="on"), shape())
+    worth = np.exp(-0.1 * np.arange(1, 16))
+    fresh.observe(self.update("a", drafted=15, accepted=int(worth.sum())))
+    trust = (int(worth.sum()) + 1) / (worth.sum() + 1)
+    self.assertAlmostEqual(fresh.yields.at(4), 1 + trust * worth[:3].sum())
+
+  def test_rows_follow_what_requests_ask_for(self):
+    """Dynamic drafts alone: the pass that their last lengths fit."""
+    costs = StepCosts((4, 16, 32, 64), (100.0, 110.0, 150.0, 220.0))
+    policy = BatchPolicy(
+      SystemConfig(dynamic_draft="on"), shape(), Profile({4: costs}, {}, 1.0)
+    )
+
+    def rows(requests, *drafted, finish=None):
+      for i, count in enumerate(drafted):
+        policy.observe(
+          self.update(str(i), drafted=count, accepted=0, finish=finish)
+        )
+      load = Load(
+        waiting=0, prefilling=0, decoding=requests, free_slots=0, free_pages=0
+      )
+      limits = policy.plan(load)
+      assert limits is not None
+      return limits.rows
+
+    self.assertIsNone(rows(4))  # Nothing is known: room for all.
+    self.assertIsNone(rows(4, 15, 7, 7, 7))
+    self.assertEqual(rows(4, 7, 7, 7, 7), 32)
+    # Those 32 are full now: perhaps more was asked for.
+    self.assertIsNone(rows(4, 7, 7, 7, 7))
+    self.assertEqual(rows(4, 7, 7, 7, 6), 32)
+    self.assertEqual(rows(3, 7, 7, 7, 6), 32)  # one has ended, nobody said so
+    policy.observe(self.update("3", drafted=0, accepted=0, finish="stop"))
+    self.assertEqual(rows(2, 2, 2), 16)
 
   def test_timing(self):
     """Every shape has a time, and the slots are free again."""

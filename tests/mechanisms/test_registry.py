@@ -133,6 +133,15 @@ class RegistryTest(parameterized.TestCase):
     system = SystemConfig(tree="best_first", prompt_admission="on")
     assert registry.needs_batch(system) == ["prompt_admission"]
     assert registry.needs_batch(SystemConfig()) == []
+    for name in registry.OPTIONS:
+      settings: dict[str, Any] = {name: "on"}
+      try:
+        system = SystemConfig(**settings)
+      except SpecPilotError:
+        continue  # another domain
+      assert registry.needs_batch(system) == [name]
+      with self.assertRaisesRegex(SpecPilotError, f"{name}=on is for several"):
+        system.check_alone()
 
   def test_descriptions(self):
     for option in registry.OPTIONS.values():

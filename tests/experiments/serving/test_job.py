@@ -6,6 +6,7 @@ import pytest
 
 from experiments import main, metrics, results
 from specpilot_jax.errors import SpecPilotError
+from tests.decoding import kit
 from tests.experiments import test_main, test_settings, tiny
 
 SYSTEMS = ["ar@c2", "candidate@c2"]
@@ -17,7 +18,7 @@ def _folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp("serving")
   tiny.save_model(folder / "model")
   tiny.save_prompts(folder / "prompts.jsonl")
-  with pytest.MonkeyPatch.context() as patch:
+  with pytest.MonkeyPatch.context() as patch, kit.quick_compilation():
     patch.setenv("SPECPILOT_DATA", str(folder / "data"))
     status = tiny.run(
       f"--target={folder / 'model'}",
@@ -154,6 +155,13 @@ def test_options_for_batches_need_a_load():
 def test_other_jobs_decode_one_at_a_time(capsys):
   assert tiny.run("--target=zoo", "--job=round", "--max_concurrency=2") == 2
   assert "--job=round decodes one request at a time" in capsys.readouterr().err
+
+
+def test_two_levels_are_for_one_request(capsys):
+  args = ("--set=verification=two_level", "--max_concurrency=2")
+  assert tiny.run("--target=zoo", "--drafter=dflash", *args) == 2
+  error = capsys.readouterr().err
+  assert "verification=two_level decodes one request at a time" in error
 
 
 def test_names():
