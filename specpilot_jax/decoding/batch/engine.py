@@ -27,6 +27,13 @@ from specpilot_jax.configs import ONE_LEVEL, SystemConfig, is_integer
 from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding.batch import step as batch_step
+from specpilot_jax.decoding.batch.records import (
+  ERROR,
+  Figures,
+  StepLimits,
+  Ticket,
+  rider_of,
+)
 from specpilot_jax.decoding.batch.scheduler import (
   Chunk,
   Emitted,
@@ -41,60 +48,6 @@ from specpilot_jax.decoding.transcript import StepResult, Transcript
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.target import Target
 from specpilot_jax.tokenizer import Tokenizer
-
-ERROR = "error"
-"""Finish reason of a request whose logits turned NaN; its mates go on."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StepLimits:
-  """What a step may verify, beside the limits of the system.
-
-  Attributes:
-    nodes: of each slot at most, the anchor included, by slot; None for no
-      limit.
-    depth: drafts of a path at most, by slot.
-    rows: of the pass: a packed one of so many verify nodes in all. None for the
-      dense form, which has room for all nodes of all slots.
-    plan: what the allocation is told, see `batch.step.Offer`; arrays, so that
-      nothing is compiled again.
-  """
-
-  nodes: Sequence[int] | np.ndarray | None = None
-  depth: Sequence[int] | np.ndarray | None = None
-  rows: int | None = None
-  plan: Any = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-  """What a step did for one request, beside its tokens.
-
-  Attributes:
-    result: the step, as of a single request.
-    text: new text; empty without a tokenizer.
-    scores: of the nodes that were offered to verification, path by path; None
-      without a drafter.
-    output: the request's, once it has ended.
-    error: why it ended with reason `error`.
-  """
-
-  result: StepResult
-  text: str = ""
-  scores: np.ndarray | None = None
-  output: RequestOutput | None = None
-  error: str | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Ticket:
-  """A request in its slot; the slot's next one has another."""
-
-  request: Request
-  prompt: np.ndarray
-  features: Features
-  transcript: Transcript
-  read: int = 0
 
 
 class BatchEngine:
@@ -184,10 +137,10 @@ class BatchEngine:
     self._admit = jax.jit(fns.admit, donate_argnums=0)
     self._prefill = jax.jit(fns.prefill, donate_argnums=1)
     self._steps: dict[Features, Any] = {}
-    self._tickets: list[_Ticket | None] = [None] * slots
+    self._tickets: list[Ticket | None] = [None] * slots
     # Steps that the host has not read: the output, and who was in it.
     self._pending: deque[
-      tuple[batch_step.BatchOutput, list[tuple[int, int, _Ticket]]]
+      tuple[batch_step.BatchOutput, list[tuple[int, int, Ticket]]]
     ] = deque()
     # `Slots`; None while a call has them.
     self._slots: Any = self._fresh()
@@ -300,7 +253,7 @@ class BatchEngine:
       settings,
       np.bool_(sampling.temperature > 0),
     )
-    self._tickets[slot] = _Ticket(
+    self._tickets[slot] = Ticket(
       request,
       prompt,
       Features.of(sampling),
@@ -323,7 +276,7 @@ class BatchEngine:
     ticket.read += chunk.count
     tokens = np.zeros(most, np.int32)
     tokens[: chunk.count] = ticket.prompt[chunk.start : ticket.read]
-    return _rider(slot, tokens, chunk.count)
+    return rider_of(slot, tokens, chunk.count)
 
   def prefill(self, slot: int, chunk: Chunk) -> None:
     """Commits a chunk of the prompt of the slot's request."""
@@ -374,7 +327,7 @@ class BatchEngine:
     for slot, chunk in riders:
       rider = self._reader(slot, chunk, self.rider_chunk)
     out = self._run(
-      _union(ticket.features for ticket in tickets.values()),
+      Features.union(ticket.features for ticket in tickets.values()),
       index,
       np.isin(index, list(slots)),
       limits,
@@ -390,7 +343,7 @@ class BatchEngine:
       self._pending.clear()  # steps behind the last one of the last request
     return emitted
 
-  def _ready(self, slot: int) -> _Ticket:
+  def _ready(self, slot: int) -> Ticket:
     """The request of a slot that is to be stepped."""
     ticket = self._tickets[slot]
     if ticket is None or ticket.read < ticket.prompt.size - 1:
@@ -462,7 +415,7 @@ class BatchEngine:
       chosen[name] = own
     return policy_lib.Limits(**chosen)
 
-  def _read(self, out, who: list[tuple[int, int, _Ticket]]) -> list[Emitted]:
+  def _read(self, out, who: list[tuple[int, int, Ticket]]) -> list[Emitted]:
     """What a step did for requests that are still there."""
     out = jax.device_get(out)
     now = self._clock()
@@ -522,11 +475,11 @@ class BatchEngine:
     self.prefill(0, Chunk(0, 1))
     kinds = {Features.of(s) for s in sampling}
     unions = {
-      _union(some)
+      Features.union(some)
       for n in range(1, len(kinds) + 1)
       for some in itertools.combinations(sorted(kinds, key=str), n)
     }
-    nobody = _rider(0, np.zeros(self.rider_chunk, np.int32), 0)
+    nobody = rider_of(0, np.zeros(self.rider_chunk, np.int32), 0)
     riders = (None, nobody) if self.rider_chunk else (None,)
     for features, bucket in itertools.product(unions, self.slot_buckets):
       index = self._index(range(bucket))
@@ -599,19 +552,3 @@ class BatchEngine:
       chunk=self.prefill_chunk,
       **settings,
     )
-
-
-def _rider(slot: int, tokens: np.ndarray, count: int) -> batch_step.Rider:
-  """Its numbers stay on the host until the call that takes them."""
-  numbers: Any = (np.int32(slot), tokens, np.int32(count))
-  return batch_step.Rider(*numbers)
-
-
-def _union(features: Iterable[Features]) -> Features:
-  """What a step needs that serves requests of all these kinds."""
-  kinds = list(features)
-  return Features(
-    greedy=all(f.greedy for f in kinds),
-    filters=any(f.filters for f in kinds),
-    penalties=any(f.penalties for f in kinds),
-  )
