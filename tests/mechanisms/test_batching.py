@@ -206,10 +206,15 @@ class PolicyTest(kit.Float64TestCase):
                      [(None,), (20,), (32,)])  # fmt: skip
     stock = BatchPolicy(SystemConfig(), engine)
     self.assertEqual(stock.rows_of(4), (None,))
-    shared._most_rows = 20
-    self.assertEqual(shared.rows_of(4), (4, 16))
+    # W12's kernel takes 64 rows, of which a prompt has 16.
+    packed = BatchPolicy(
+      SystemConfig(shared_budget="on", weights="w12"),
+      shape(rider_chunk=16, kernels=types.SimpleNamespace(w12_matmul="triton")),
+    )
+    self.assertEqual(packed.rows_of(4), (4, 16, 32, 48))
+    self.assertEqual(packed.rows_of(1), (1, None))
     with self.assertRaisesRegex(SpecPilotError, "64 rows, weights=w12 takes"):
-      shared.rows_of(64)
+      packed.rows_of(64)
 
   def test_nodes_follow_costs(self):
     """Dear rows are given up, and taken again where drafts get better."""
