@@ -98,6 +98,12 @@ class Allocation:
   dynamic: bool
   lengths: tuple[int, ...] = dynamic_draft.LENGTHS
 
+  @property
+  def dense(self) -> bool:
+    """Lengths alone decide how many rows the next pass has; with a budget the
+    host does, and a pass with a row for every node is stock's."""
+    return not self.shared
+
   def fresh(self) -> Any:
     return dynamic_draft.Recent.fresh() if self.dynamic else ()
 

@@ -298,6 +298,15 @@ class PolicyTest(kit.Float64TestCase):
     policy.observe(self.update("3", drafted=0, accepted=0, finish="stop"))
     self.assertEqual(rows(2, 2, 2), 16)
 
+  def test_all_places_are_stock(self):
+    """With a budget, a pass that has room for all is not asked about."""
+    fns = batch_step.BatchFns(None, TREES)  # type: ignore
+    self.assertIsNone(fns._asked(None))
+    self.assertIs(fns._asked(ROWS), TREES)
+    alone = dataclasses.replace(TREES, shared=False)
+    fns = dataclasses.replace(fns, allocate=alone)
+    self.assertIs(fns._asked(None), alone)
+
   def test_timing(self):
     """Every shape has a time, and the slots are free again."""
     engine = trees()
