@@ -151,8 +151,9 @@ class SystemTest(ConfigTestCase):
     SystemConfig(shared_budget="on", shared_nodes=9)
     SystemConfig().check_alone()
     for name in ("shared_budget", "dynamic_draft", "prompt_admission"):
+      settings: dict[str, Any] = {name: "on"}
       self.refused(f"{name}=on is for several requests at once",
-                   SystemConfig(**{name: "on"}).check_alone)  # fmt: skip
+                   SystemConfig(**settings).check_alone)  # fmt: skip
 
   def test_acceptance(self):
     for value in (None, "", 3, ["match"]):

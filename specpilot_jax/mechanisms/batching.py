@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import w12_matmul
+from pallas_kernels.dispatch import Kernels
 from specpilot_jax import configs
 from specpilot_jax.configs import ON, SystemConfig
 from specpilot_jax.decoding.batch import step as batch_step
@@ -97,6 +98,12 @@ class Allocation:
   dynamic: bool
   lengths: tuple[int, ...] = dynamic_draft.LENGTHS
 
+  @property
+  def dense(self) -> bool:
+    """Lengths alone decide how many rows the next pass has; with a budget the
+    host does, and a pass with a row for every node is stock's."""
+    return not self.shared
+
   def fresh(self) -> Any:
     return dynamic_draft.Recent.fresh() if self.dynamic else ()
 
@@ -153,7 +160,9 @@ def engine(
     settings: of `BatchEngine`.
   """
   rides = system.prompt_admission == ON
-  chunk = min(settings.get("prefill_chunk", RIDER_CHUNK), RIDER_CHUNK)
+  # W12's kernel takes few rows: one tile of them for a prompt.
+  most = TILE if _few_rows(system, target.kernels) else RIDER_CHUNK
+  chunk = min(settings.get("prefill_chunk", most), most)
   return BatchEngine(
     target,
     drafter=drafter,
@@ -162,6 +171,11 @@ def engine(
     rider_chunk=chunk if rides else 0,
     **settings,
   )
+
+
+def _few_rows(system: SystemConfig, kernels: Kernels) -> bool:
+  """Whether passes are limited to `w12_matmul.MAX_ROWS`."""
+  return system.weights == "w12" and kernels.w12_matmul != "reference"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +230,8 @@ class BatchPolicy:
     self._dynamic = system.dynamic_draft == ON and has_drafts
     self._fixed = system.shared_nodes
     self._rides = engine.rider_chunk > 0 and engine.slots > 1
-    kernel = engine.kernels.w12_matmul != "reference"
     self._most_rows: int | None = None
-    if kernel and system.weights == "w12":
+    if _few_rows(system, engine.kernels):
       self._most_rows = w12_matmul.MAX_ROWS - engine.rider_chunk
     places = engine.nodes - 1
     # Sums over steps: how many, what the best n drafts were expected to add,
@@ -244,13 +257,14 @@ class BatchPolicy:
       found = [max(slots, self._fixed)]
     else:
       shares = [max(slots * share, TILE) for share in SHARES]
-      found = [slots, *shares, whole]
+      found = [slots, *shares, self._most_rows or whole, whole]
     most = self._most_rows
     found = sorted({min(n, whole) for n in found})
-    rows = [n for n in found if most is None or n <= most]
+    rows = [n for n in found if slots <= n <= (most or n)]
     if not rows:
+      least = slots if self._fixed is None else max(slots, self._fixed)
       raise SpecPilotError(
-        f"a pass over {slots} requests has {found[0]} rows, weights=w12 takes"
+        f"a pass over {slots} requests has {least} rows, weights=w12 takes"
         f" at most {most}"
       )
     return tuple(None if n == whole else n for n in rows)

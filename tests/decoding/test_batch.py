@@ -31,6 +31,8 @@ class RandomNodes:
   steps there were.
   """
 
+  dense = True
+
   def fresh(self):
     return jnp.zeros((), jnp.int32)
 

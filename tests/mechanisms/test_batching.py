@@ -206,10 +206,15 @@ class PolicyTest(kit.Float64TestCase):
                      [(None,), (20,), (32,)])  # fmt: skip
     stock = BatchPolicy(SystemConfig(), engine)
     self.assertEqual(stock.rows_of(4), (None,))
-    shared._most_rows = 20
-    self.assertEqual(shared.rows_of(4), (4, 16))
+    # W12's kernel takes 64 rows, of which a prompt has 16.
+    packed = BatchPolicy(
+      SystemConfig(shared_budget="on", weights="w12"),
+      shape(rider_chunk=16, kernels=types.SimpleNamespace(w12_matmul="triton")),
+    )
+    self.assertEqual(packed.rows_of(4), (4, 16, 32, 48))
+    self.assertEqual(packed.rows_of(1), (1, None))
     with self.assertRaisesRegex(SpecPilotError, "64 rows, weights=w12 takes"):
-      shared.rows_of(64)
+      packed.rows_of(64)
 
   def test_nodes_follow_costs(self):
     """Dear rows are given up, and taken again where drafts get better."""
@@ -292,6 +297,15 @@ class PolicyTest(kit.Float64TestCase):
     self.assertEqual(rows(3, 7, 7, 7, 6), 32)  # one has ended, nobody said so
     policy.observe(self.update("3", drafted=0, accepted=0, finish="stop"))
     self.assertEqual(rows(2, 2, 2), 16)
+
+  def test_all_places_are_stock(self):
+    """With a budget, a pass that has room for all is not asked about."""
+    fns = batch_step.BatchFns(None, TREES)  # type: ignore
+    self.assertIsNone(fns._asked(None))
+    self.assertIs(fns._asked(ROWS), TREES)
+    alone = dataclasses.replace(TREES, shared=False)
+    fns = dataclasses.replace(fns, allocate=alone)
+    self.assertIs(fns._asked(None), alone)
 
   def test_timing(self):
     """Every shape has a time, and the slots are free again."""

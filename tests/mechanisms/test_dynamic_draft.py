@@ -10,6 +10,7 @@ from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.mechanisms import dynamic_draft
 from specpilot_jax.mechanisms.dynamic_draft import Recent
+from tests.decoding import kit
 
 length = jax.jit(dynamic_draft.length)
 learned = jax.jit(dynamic_draft.learned)
@@ -31,6 +32,10 @@ def oracle(expected, accepted, survival, price) -> int:
 
 
 class DynamicDraftTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(kit.quick_compilation())
+
   def test_against_sums(self):
     rng = np.random.default_rng(0)
     seen = set()

@@ -13,6 +13,7 @@ from specpilot_jax.mechanisms import shared_budget
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.state import Nodes
 from tests import trees
+from tests.decoding import kit
 
 SLOTS, SIZE = 5, 12
 
@@ -68,6 +69,10 @@ allocate = jax.jit(shared_budget.allocate, static_argnames="chains")
 
 
 class SharedBudgetTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(kit.quick_compilation())
+
   @parameterized.product(ties=(False, True), wild=(False, True))
   def test_against_a_heap(self, ties, wild):
     rng = np.random.default_rng(10 * ties + wild)
@@ -114,7 +119,7 @@ class SharedBudgetTest(parameterized.TestCase):
       [[rng.permutation(99)[:3] for _ in range(shape[1])] for _ in range(SLOTS)]
     ).astype(np.int32)
     scores = jax.nn.log_softmax(jnp.asarray(rng.normal(size=shape)), axis=-1)
-    tree = jax.vmap(grow)(
+    tree = jax.jit(jax.vmap(grow))(
       jnp.arange(SLOTS),
       jnp.asarray(tokens),
       scores,

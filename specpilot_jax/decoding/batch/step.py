@@ -82,7 +82,14 @@ class Allocate(Protocol):
   Whatever it says, outputs are the target's own: it decides which drafts are
   verified at all. Under rejection sampling it must not look at drafted tokens
   (DESIGN section 5).
+
+  Attributes:
+    dense: whether it is asked about the dense form too, where every node has a
+      row, so that leaving some out saves nothing.
   """
+
+  @property
+  def dense(self) -> bool: ...
 
   def fresh(self) -> Any:
     """What it has learned of a request before its first step; a pytree."""
@@ -298,8 +305,9 @@ class BatchFns:
       history=history if after.history is None else after.history,
     )
     learned = own.learned
-    if self.allocate is not None and offer is not None:
-      known = self.allocate.learned(offer, out.depth, out.accepted)
+    allocate = self._asked(rows)
+    if allocate is not None and offer is not None:
+      known = allocate.learned(offer, out.depth, out.accepted)
       learned = _where(live, known, learned)
     if index is None:
       slots = dataclasses.replace(slots, carry=after, learned=learned)
@@ -319,6 +327,13 @@ class BatchFns:
     return slots, BatchOutput(
       out, live, None if offer is None else offer.scores
     )
+
+  def _asked(self, rows: int | None) -> Allocate | None:
+    """Who is asked about a pass of so many rows."""
+    allocate = self.allocate
+    if allocate is not None and rows is None and not allocate.dense:
+      return None
+    return allocate
 
   def _draft(self, params, own: Slots):
     """Lattices and nodes of all requests, each within its own limits."""
@@ -388,7 +403,8 @@ class BatchFns:
       return each(
         lambda anchor, one: state_lib.run_of(anchor[None], one, prefill=True)
       )(own.carry.anchor, live)
-    nodes = offer.nodes if self.allocate is None else self.allocate(offer)
+    allocate = self._asked(rows)
+    nodes = offer.nodes if allocate is None else allocate(offer)
     least = live.astype(jnp.int32)
     count = jnp.where(live, jnp.maximum(nodes.count, 1), 0)
     if rows is not None:
