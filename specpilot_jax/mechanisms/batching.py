@@ -61,6 +61,10 @@ are worth is an average of the latest hundred."""
 REFRESH = 32
 """Steps after which the number of nodes is chosen again under the same load."""
 
+PROBE = 64
+"""Steps without drafts of which one has some, so that it is noticed when they
+are worth more."""
+
 _TIMED_STEPS, _TIMED_ROUNDS = 4, 3
 
 
@@ -334,13 +338,29 @@ class BatchPolicy:
     if not (self._shared or self._dynamic):
       return None
     self._age += 1
-    by_load = self._shared and (self._fixed is not None or self._age % REFRESH)
-    if by_load and self._chosen and self._chosen[0] == load.decoding:
-      return self._chosen[1]
-    limits = self._choose(load.decoding)
-    self._chosen = load.decoding, limits
-    self._rows = limits.rows
+    kept = self._shared and (self._fixed is not None or self._age % REFRESH)
+    if kept and self._chosen and self._chosen[0] == load.decoding:
+      limits = self._chosen[1]
+    else:
+      limits = self._choose(load.decoding)
+      self._chosen = load.decoding, limits
+      self._rows = limits.rows
+    slots = self._slots_of(load.decoding)
+    if limits.rows == slots and self._fixed is None and not self._age % PROBE:
+      return self._probe(slots, limits)
     return limits
+
+  def _probe(self, slots: int, limits: StepLimits) -> StepLimits:
+    """A step with drafts among those without: what are they worth by now?"""
+    whole = slots * self.engine.nodes
+    more = [whole if n is None else n for n in self.rows_of(slots)][1:]
+    if not more:
+      return limits
+    return dataclasses.replace(
+      limits,
+      rows=None if more[0] == whole else more[0],
+      plan=limits.plan._replace(budget=np.int32(more[0])),
+    )
 
   def _choose(self, requests: int) -> StepLimits:
     slots = self._slots_of(requests)

@@ -262,6 +262,20 @@ class PolicyTest(kit.Float64TestCase):
         assert limits is not None
       rows.append(limits.rows)
     self.assertEqual(rows, [None, 4, None])
+    # Where nothing is drafted nothing is seen, but for a step now and then.
+    for _ in range(400):
+      policy.observe(self.update("a", drafted=15, accepted=0))
+      policy.plan(load)
+    seen = []
+    for _ in range(6400):
+      limits = policy.plan(load)
+      assert limits is not None
+      if limits.rows != 4:
+        for _ in range(4):
+          policy.observe(self.update("a", drafted=3, accepted=3))
+      seen.append(limits.rows)
+    self.assertEqual((seen[:64].count(4), seen[:64].count(16)), (63, 1))
+    self.assertIsNone(seen[-1])
     # By hand: of drafts alike but for their place, all accepted as expected.
     fresh = BatchPolicy(SystemConfig(shared_budget="on"), shape())
     worth = np.exp(-0.1 * np.arange(1, 16))
