@@ -7,9 +7,7 @@ times of the engine itself, and from what drafts have been worth of late.
 """
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,19 +22,20 @@ from specpilot_jax.configs import ON, SystemConfig
 from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.decoding.batch.engine import BatchEngine, StepLimits
 from specpilot_jax.decoding.batch.scheduler import (
-  Chunk,
   Load,
-  Request,
   Scheduler,
   Update,
 )
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import dynamic_draft, prompt_admission
+from specpilot_jax.mechanisms import (
+  batch_profile,
+  dynamic_draft,
+  prompt_admission,
+)
 from specpilot_jax.mechanisms import shared_budget as shared_budget_lib
 from specpilot_jax.mechanisms.step_costs import (
-  StepCosts,
   Yields,
   node_price,
   nodes_for,
@@ -64,8 +63,6 @@ REFRESH = 32
 PROBE = 64
 """Steps without drafts of which one has some, so that it is noticed when they
 are worth more."""
-
-_TIMED_STEPS, _TIMED_ROUNDS = 4, 3
 
 
 class Plan(NamedTuple):
@@ -182,36 +179,6 @@ def _few_rows(system: SystemConfig, kernels: Kernels) -> bool:
   return system.weights == "w12" and kernels.w12_matmul != "reference"
 
 
-@dataclasses.dataclass(frozen=True)
-class Profile:
-  """Step times of an engine in microseconds, by the slots of a pass.
-
-  Attributes:
-    steps: by rows.
-    ridden: the same with a chunk of a prompt; empty where none rides.
-    prefill_us: of a chunk's own pass.
-  """
-
-  steps: Mapping[int, StepCosts]
-  ridden: Mapping[int, StepCosts]
-  prefill_us: float
-
-  def told(self) -> dict[str, Any]:
-    """For a record."""
-
-    def table(costs: Mapping[int, StepCosts]):
-      return {
-        str(slots): dict(zip(map(str, c.nodes), c.values, strict=True))
-        for slots, c in costs.items()
-      }
-
-    return {
-      "step_us": table(self.steps),
-      "step_with_prompt_us": table(self.ridden),
-      "prefill_us": self.prefill_us,
-    }
-
-
 class BatchPolicy:
   """Decides for one engine, step by step.
 
@@ -225,7 +192,7 @@ class BatchPolicy:
     self,
     system: SystemConfig,
     engine: BatchEngine,
-    profile: Profile | None = None,
+    profile: batch_profile.Profile | None = None,
   ):
     self.engine = engine
     self.profile = profile
@@ -290,7 +257,9 @@ class BatchPolicy:
     kinds = list(sampling)
     self.engine.warm_up(kinds, rows=self.rows_of, plan=plan)
     if self._is_profiled and self.profile is None:
-      self.profile = measure(self.engine, self.rows_of, plan, kinds[0])
+      self.profile = batch_profile.measure(
+        self.engine, self.rows_of, plan, kinds[0]
+      )
 
   def scheduler(self) -> Scheduler:
     """Drives the engine by this policy; its updates go to `observe`."""
@@ -412,102 +381,3 @@ class BatchPolicy:
       more_us=max(more, 0.0),
       own_us=self.profile.prefill_us,
     )
-
-
-def measure(
-  engine: BatchEngine,
-  rows_of: Callable[[int], Iterable[int | None]],
-  plan: Any,
-  sampling: SamplingParams,
-) -> Profile:
-  """Times an engine's passes, all shapes; what is in them does not matter.
-
-  Args:
-    engine: compiled, without requests.
-    rows_of: rows of the passes over so many slots.
-    plan: of its allocation.
-    sampling: of the requests that are timed.
-  """
-  steps: dict[int, StepCosts] = {}
-  ridden: dict[int, StepCosts] = {}
-  for slots in engine.slot_buckets:
-    whole = slots * engine.nodes
-    found = {False: {}, True: {}}
-    rides = engine.rider_chunk > 0 and engine.slots > 1
-    for rows in rows_of(slots):
-      limits = StepLimits(
-        nodes=np.ones(engine.slots, np.int32), rows=rows, plan=plan
-      )
-      for rider in (False, True) if rides else (False,):
-        found[rider][rows or whole] = _step_us(
-          engine, slots, limits, sampling, rider
-        )
-    for table, us in ((steps, found[False]), (ridden, found[True])):
-      if us:
-        table[slots] = StepCosts(tuple(us), tuple(us.values()))
-  return Profile(steps, ridden, _prefill_us(engine, sampling))
-
-
-def _timed(engine: BatchEngine, call: Callable[[int], Any], at: int) -> float:
-  """Microseconds of a call, of several in a row."""
-  engine.wait()
-  before = time.perf_counter()
-  for i in range(_TIMED_STEPS):
-    call(at + i)
-  engine.wait()
-  return 1e6 * (time.perf_counter() - before) / _TIMED_STEPS
-
-
-def _rounds(engine: BatchEngine, call: Callable[[int], Any]) -> float:
-  call(0)
-  return statistics.median(
-    _timed(engine, call, 1 + i * _TIMED_STEPS) for i in range(_TIMED_ROUNDS)
-  )
-
-
-_CALLS = 1 + _TIMED_STEPS * _TIMED_ROUNDS
-
-
-def _admit(engine, slot: int, sampling, prompt: int, tokens: int) -> None:
-  if prompt + tokens > engine.max_seq_len:
-    raise SpecPilotError(
-      f"max_seq_len {engine.max_seq_len} is too short to time steps, which"
-      f" takes {prompt + tokens}"
-    )
-  own = dataclasses.replace(
-    sampling, max_tokens=tokens, ignore_eos=True, stop=(), stop_token_ids=()
-  )
-  engine.admit(
-    slot,
-    Request(
-      id=f"timed-{slot}", prompt=[0] * prompt, max_tokens=tokens, payload=own
-    ),
-  )
-
-
-def _step_us(engine, slots, limits, sampling, rider: bool) -> float:
-  # One of the slots has the prompt that rides.
-  reader = min(slots, engine.slots - 1) if rider else None
-  stepped = [s for s in range(slots) if s != reader]
-  try:
-    for slot in stepped:
-      _admit(engine, slot, sampling, 1, _CALLS + 1)
-    if reader is not None:
-      _admit(engine, reader, sampling, _CALLS + 1, 1)
-
-    def call(i: int) -> None:
-      riders = () if reader is None else ((reader, Chunk(i, 1)),)
-      engine.step(stepped, limits, riders)
-
-    return _rounds(engine, call)
-  finally:
-    for slot in range(engine.slots):
-      engine.abort(slot)
-
-
-def _prefill_us(engine, sampling) -> float:
-  try:
-    _admit(engine, 0, sampling, _CALLS + 1, 1)
-    return _rounds(engine, lambda i: engine.prefill(0, Chunk(i, 1)))
-  finally:
-    engine.abort(0)
