@@ -150,10 +150,11 @@ def serve(
         sleep(min(max(waiting[0][0] - now, shortest), longest))
       continue
     updates = scheduler.advance(now)
-    now = clock() - start
+    began, now = now, clock() - start
     for update in updates:
       policy.observe(update)
-      closed = _take(live, update, now, rounds)
+      # A round admits first; what it emits is known at its end.
+      closed = _take(live, update, began if update.admitted else now, rounds)
       if closed is not None:
         served.append(closed)
         done(closed)

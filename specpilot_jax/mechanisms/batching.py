@@ -308,7 +308,8 @@ class BatchPolicy:
     # A few requests of a step will do: this is the host's time.
     if self._seen % (self.engine.slots // 4 | 1):
       return
-    worth = np.exp(np.minimum(figures.scores[1:].astype(np.float64), 0))
+    scores = np.nan_to_num(figures.scores[1:].astype(np.float64), nan=-np.inf)
+    worth = np.exp(np.minimum(scores, 0))
     best = np.cumsum(np.sort(worth)[::-1])
     self._count = MEMORY * self._count + 1
     self._best = MEMORY * self._best + best

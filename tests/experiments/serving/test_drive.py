@@ -129,7 +129,7 @@ class DriveTest(parameterized.TestCase):
     one = served[0]
     self.assertEqual(one.passes, (1, 2))
     self.assertEqual(one.itl_ms, (250.0,))
-    self.assertEqual((one.output.metrics.ttft_ms, one.queue_ms), (500, 500))
+    self.assertEqual((one.output.metrics.ttft_ms, one.queue_ms), (500, 250))
     self.assertEqual(one.output.metrics.e2e_ms, 750)
     self.assertLen([u for u in model.observed if u.tokens], 11)
 
@@ -159,13 +159,13 @@ class DriveTest(parameterized.TestCase):
     served, _, _ = serve(level, orders(4, 1))
     self.assertEqual(served[1].arrival_s, 0)
     self.assertEqual(served[1].output.metrics.ttft_ms, 1250)
-    self.assertEqual(served[1].queue_ms, 1250)
+    self.assertEqual(served[1].queue_ms, 1000)
 
   def test_few_slots(self):
     """Sent and not admitted: the queue is in the time to the first token."""
     served, model, _ = serve(Level(), orders(3, 3), slots=1)
     self.assertEqual(model.most, 1)
-    self.assertEqual([s.queue_ms for s in served], [250, 1000])
+    self.assertEqual([s.queue_ms for s in served], [0, 750])
 
   def test_prompts_are_read(self):
     served, _, _ = serve(Level(), orders(1, prompt=9))

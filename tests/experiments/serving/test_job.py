@@ -115,6 +115,10 @@ def test_changed_figures_are_found(folder, tmp_path, capsys):
     (["--request_rate=2"], 16, None, ["2rps"]),
     (["--request_rate=2,inf", "--max_concurrency=32"], 32, None,
      ["2rps-c32", "c32"]),
+    (["--flagfile=h200_batch.flags"], 32, (1, 4, 8, 16, 32),
+     ["c1", "c4", "c8", "c16", "c32"]),
+    (["--flagfile=h100_batch.flags", "--request_rate=1", "--max_concurrency="],
+     16, None, ["1rps"]),
   ],
 )  # fmt: skip
 def test_loads(args, slots, buckets, names):
