@@ -7,6 +7,7 @@ from pathlib import Path
 from absl import flags
 from absl.testing import flagsaver
 
+from experiments import hosts
 from experiments import settings as settings_lib
 from experiments.agents.protocol import Limits
 from experiments.controller.statistics import WANTED_SESSIONS
@@ -27,6 +28,7 @@ class ControllerSettings:
     patch: its unified diff; None without one.
     aa_sessions: A/A sessions to have on record before a test.
     blocks: of processes in a paired test; 0 holds both engines at once.
+    devices: indices; none is JAX's choice.
     round: what is asked of a round.
     faults: of the catalogue; none for all.
     fault_requests: short ones, and long ones.
@@ -36,6 +38,7 @@ class ControllerSettings:
   patch: Path | None
   aa_sessions: int
   blocks: int
+  devices: tuple[int, ...]
   round: RoundSettings
   faults: tuple[str, ...]
   fault_requests: tuple[int, int]
@@ -67,12 +70,25 @@ def define_controller_flags() -> Reader:
     " do not fit on the device together; 0 holds both.",
     lower_bound=0,
   )  # fmt: skip
+  devices = flags.DEFINE_list(
+    "devices", [], "GPUs by index, as nvidia-smi lists them (without one:"
+    " emulated). Two serve stock and candidate side by side and are swapped; a"
+    " round explores on all of them and tests on the first two.",
+  )  # fmt: skip
   agents = flags.DEFINE_list(
     "agents", ["search"], f"Who proposes in a round: {', '.join(AGENTS)}."
   )
   command = flags.DEFINE_string(
     "agent_command", None, "Of the agent command: a program that is run in a"
     " clone; {task} stands for the file of its task.",
+  )  # fmt: skip
+  variables = flags.DEFINE_list(
+    "agent_env", [], "Environment variables that the agent command gets, by"
+    " name: its keys."
+  )  # fmt: skip
+  readable = flags.DEFINE_list(
+    "agent_readable", [], "Files and folders that the agent command may read"
+    " beside its own, the system and Python: where it is installed.",
   )  # fmt: skip
   proposals = flags.DEFINE_string(
     "proposals", None, "Of the agent replay: JSON lines, one proposal each."
@@ -93,8 +109,8 @@ def define_controller_flags() -> Reader:
     "agent_usd", None, "Money that an agent may spend on a task."
   )
   workers = flags.DEFINE_integer(
-    "agent_workers", 1, "Tasks that agents work on side by side.",
-    lower_bound=1,
+    "agent_workers", None, "Tasks that agents work on side by side; by default"
+    " one, or one per device.", lower_bound=1,
   )  # fmt: skip
   max_trials = flags.DEFINE_integer(
     "max_trials", None, "Sessions of a round at most."
@@ -129,6 +145,8 @@ def define_controller_flags() -> Reader:
     return RoundSettings(
       agents=tuple(agents.value),
       command=command.value,
+      environment=tuple(variables.value),
+      readable=tuple(map(Path, readable.value)),
       proposals=_path(proposals.value),
       champion=_path(champion.value),
       aa_sessions=aa_sessions.value or WANTED_SESSIONS,
@@ -136,10 +154,11 @@ def define_controller_flags() -> Reader:
       limits=Limits(
         seconds=agent_s.value, usd=agent_usd.value, proposals=per_task.value
       ),
-      workers=workers.value,
+      workers=workers.value or max(1, len(devices.value)),
       max_trials=max_trials.value,
       max_device_s=max_device_s.value,
       max_usd=max_usd.value,
+      devices=hosts.parse(devices.value),
       sealed=Sealed(
         long_requests=long_requests.value, long_tokens=long_tokens.value
       ),
@@ -154,6 +173,7 @@ def define_controller_flags() -> Reader:
       patch=_path(code),
       aa_sessions=aa_sessions.value,
       blocks=blocks.value,
+      devices=hosts.parse(devices.value),
       round=read_round(),
       faults=tuple(faults.value),
       fault_requests=(fault_short.value, fault_long.value),

@@ -142,14 +142,30 @@ _STATE_FIELDS = (
 )
 
 
-def gpu_state(index: int = 0) -> dict[str, str] | None:
-  """Clocks, temperature, power and throttle reasons; None without a GPU."""
+def gpu_state(index: int | str = 0) -> dict[str, str] | None:
+  """Clocks, temperature, power and throttle reasons; None without a GPU.
+
+  Args:
+    index: or uuid.
+  """
   query = f"--query-gpu={','.join(_STATE_FIELDS)}"
   form = "--format=csv,noheader,nounits"
   text = _output(["nvidia-smi", f"--id={index}", query, form])
   if not text:
     return None
   return dict(zip(_STATE_FIELDS, text.splitlines()[0].split(", "), strict=True))
+
+
+def gpu_uuids() -> dict[int, str]:
+  """uuid by index, as `nvidia-smi` lists them; empty without a GPU."""
+  form = "--format=csv,noheader"
+  text = _output(["nvidia-smi", "--query-gpu=index,uuid", form]) or ""
+  pairs = (line.partition(",") for line in text.splitlines())
+  return {
+    int(index): uuid.strip()
+    for index, _, uuid in pairs
+    if index.strip().isdecimal()
+  }
 
 
 def of_machine(

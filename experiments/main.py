@@ -208,6 +208,7 @@ def main() -> None:
         told.patch,
         told.aa_sessions,
         told.blocks,
+        told.devices,
       )
     elif _JOB.value == "round":
       status = rounds.run(read_settings(), read_controller(read_settings).round)

@@ -15,13 +15,17 @@ VerifyImplementation = Literal["reference", "triton", "interpret", "per_path"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-ALTERNATIVES = {"gdn_verify": ("per_path",)}
-"""What an operation has besides: other references, for comparison."""
+W12Implementation = Literal["reference", "triton", "interpret", "mosaic"]
+"""`mosaic`: the Pallas kernel for Hopper GPUs, which Mosaic GPU compiles."""
+
+ALTERNATIVES = {"gdn_verify": ("per_path",), "w12_matmul": ("mosaic",)}
+"""What an operation has besides: other references for comparison, other
+kernels."""
 
 
 def is_kernel(implementation: str) -> bool:
-  """Whether it is the Pallas kernel, on a GPU or interpreted."""
-  return implementation in ("triton", "interpret")
+  """Whether it is a Pallas kernel, on a GPU or interpreted."""
+  return implementation in ("triton", "interpret", "mosaic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Kernels:
   gdn_verify: VerifyImplementation = "reference"
   gdn_commit: Implementation = "reference"
   tree_attention: Implementation = "reference"
-  w12_matmul: Implementation = "reference"
+  w12_matmul: W12Implementation = "reference"
   add_norm: Implementation = "reference"
   tree_growth: Implementation = "reference"
 

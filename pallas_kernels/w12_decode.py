@@ -24,7 +24,7 @@ ROWS, ENTRIES = 32, 64
 
 
 def decode(
-  w: W12Array, *, implementation: dispatch.Implementation = "reference"
+  w: W12Array, *, implementation: dispatch.W12Implementation = "reference"
 ) -> BFloat16[Array, "O I"]:
   """The matrix.
 

@@ -10,7 +10,6 @@ apart. A second kernel adds it in a fixed order and applies the sparse lists.
 
 import dataclasses
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -20,8 +19,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, w12_array
+from pallas_kernels import (
+  dispatch,
+  w12_array,
+  w12_hopper,
+  w12_parts,
+  w12_unpack,
+)
 from pallas_kernels.w12_array import W12Array
+from pallas_kernels.w12_parts import Shares, rows_of
 
 MAX_ROWS = 64
 """Rows of x; more are a product with the decoded matrix."""
@@ -45,60 +51,8 @@ class Tile:
 
 
 ALIGN = 0.15
-"""Share of the programs that may be missing so that none has lanes of two
-groups."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shares:
-  """Which program sums up what.
-
-  A unit is one tile of the planes, or the part of it that a program's lanes
-  are; units run over the columns of the first lanes, then of the next ones.
-
-  Attributes:
-    groups: of lanes.
-    steps: units of a group.
-    programs: no more than units.
-  """
-
-  groups: int
-  steps: int
-  programs: int
-
-  @classmethod
-  def of(cls, w: W12Array, tile: Tile) -> "_Shares":
-    steps = w.low.shape[1]
-    groups = pl.cdiv(w.lanes, tile.lanes)
-    # A program that stays in one group has one pipeline to fill and to drain.
-    # One that has to wait for another's end costs more than that.
-    whole = groups * (tile.programs // groups)
-    near = whole >= (1 - ALIGN) * tile.programs
-    programs = whole if near else tile.programs
-    return cls(groups, steps, min(programs, groups * steps))
-
-  def begin(self, program):
-    """First unit of a program."""
-    return program * (self.groups * self.steps) // self.programs
-
-  def owner(self, unit):
-    """The program that a unit belongs to."""
-    return ((unit + 1) * self.programs - 1) // (self.groups * self.steps)
-
-  def first_owner(self, group):
-    return self.owner(group * self.steps)
-
-  def owners(self, group):
-    """How many programs share a group's columns."""
-    return (
-      self.owner((group + 1) * self.steps - 1) - self.first_owner(group) + 1
-    )
-
-  @property
-  def parts(self) -> int:
-    """The most programs that share some columns."""
-    return max(self.owners(group) for group in range(self.groups))
-
+"""Share of the programs that may be missing so that each has one pipeline to
+fill and to drain. One that has to wait for another's end costs more."""
 
 WIDE = Tile(lanes=64, num_warps=4, programs=264)
 TILES = {8: Tile(), 16: Tile(), 32: Tile(), 64: WIDE}
@@ -106,19 +60,6 @@ TILES = {8: Tile(), 16: Tile(), 32: Tile(), 64: WIDE}
 LONG = 131_072
 """Rows of W (a vocabulary's) from which on `WIDE` is as fast or faster for any
 number of rows of x: 1.1 % at 16, 2.5 % at 32."""
-
-FINISH_ROWS, FINISH_N = 32, {8: 8, 16: 16, 32: 16, 64: 32}
-"""Rows of W and of x that a program of the second kernel has at most, the
-latter by rows of x. It waits three times for memory, so it is small and there
-are many."""
-FINISH_MANY = {8: 32_768, 16: 8192, 32: 8192, 64: 8192}
-"""Rows of W, by rows of x, from which on that are programs enough; below, they
-have half."""
-ENTRIES = 32
-"""Of the lists of its rows that such a program applies at a time: more than
-32 rows of 5,120 have. Twice as many where its rows hold more than
-`ENTRIES_WEIGHTS` weights."""
-ENTRIES_WEIGHTS = 262_144
 
 
 def matmul(
@@ -128,7 +69,7 @@ def matmul(
   out_dtype=None,
   view: bool = False,
   midpoint: bool = True,
-  implementation: dispatch.Implementation = "reference",
+  implementation: dispatch.W12Implementation = "reference",
   tile: Tile | None = None,
   expanded: Array | None = None,
 ) -> Float[Array, "N O"]:
@@ -139,8 +80,9 @@ def matmul(
     out_dtype: of x unless given.
     view: multiplies the 8-bit view instead of the matrix.
     midpoint: of the view, see `w12_array.decode_view`.
-    implementation: the kernel takes bfloat16 rows; more than `MAX_ROWS` are
-      multiplied with the decoded matrix.
+    implementation: kernels take bfloat16 rows; more than `MAX_ROWS` are
+      multiplied with the decoded matrix. `mosaic` is `w12_hopper`, and this
+      kernel for matrices that it does not take.
     tile: of the kernel, instead of the one in the table.
     expanded: of the kernel, [4, T, K, h, w] bfloat16: what decoding is to
       yield in each quarter (2^(base - 113) times it is the weight). The same
@@ -159,6 +101,12 @@ def matmul(
       precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=out_dtype,
     )
+  if implementation == "mosaic":
+    if w12_hopper.takes(w):
+      return w12_hopper.matmul(
+        x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded
+      )
+    implementation = "triton"
   return _matmul_kernel(
     x, w, out_dtype, view, implementation, tile, expanded, midpoint
   )
@@ -181,8 +129,7 @@ def _matmul_kernel(
   planes = (w.view01, w.view23) if view else (w.view01, w.view23, w.low)
   if expanded is not None:
     planes = (expanded,)
-  lists = () if view else (w.row_start, w.columns, w.values)
-  shares = _Shares.of(w, tile)
+  shares = Shares.of(w, tile.lanes, tile.programs, ALIGN)
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   call = functools.partial(
     pl.pallas_call, interpret=implementation == "interpret"
@@ -214,33 +161,12 @@ def _matmul_kernel(
     ),
     name="w12_view" if view else "w12_matmul",
   )(x, w.base, *planes)
-  rows, few = w.shape[0], FINISH_N[rows_of(n)]
-  many = rows >= FINISH_MANY[rows_of(n)]
-  high = FINISH_ROWS if many else FINISH_ROWS // 2
-  longer = high * w.shape[1] > ENTRIES_WEIGHTS
-  return call(
-    functools.partial(
-      _finish,
-      shares=shares,
-      lanes=tile.lanes,
-      few=few,
-      high=high,
-      entries=2 * ENTRIES if longer else ENTRIES,
-    ),
-    grid=(pl.cdiv(rows, high), pl.cdiv(n, few)),
-    in_specs=[anywhere] * (1 + len(columns) + len(lists)),
-    out_shape=jax.ShapeDtypeStruct((n, rows), out_dtype),
-    out_specs=anywhere,
-    compiler_params=pltriton.CompilerParams(
-      num_warps=pl.cdiv(few, 8), num_stages=1
-    ),
-    name="w12_finish",
-  )(parts, *columns, *lists)
-
-
-def rows_of(n: int) -> int:
-  """Rows that a kernel for n rows works on."""
-  return max(8, 1 << (n - 1).bit_length())
+  return w12_parts.finish(
+    parts, w, n, out_dtype,
+    columns=None if view else columns[0],
+    owners=lambda lane: shares.owners(lane // tile.lanes),
+    run=tile.lanes, interpret=implementation == "interpret",
+  )  # fmt: skip
 
 
 def _stream(
@@ -297,7 +223,7 @@ def _stream_group(
       weights: list[Any] = [plane_refs[0][q, *at] for q in range(4)]
     else:
       loaded = [ref[at] for ref in plane_refs]
-      unpack = _unpack_assembly if assembly else _unpack
+      unpack = _unpack_assembly if assembly else w12_unpack.unpack
       weights = [unpack(q, *loaded, filled=filled) for q in range(4)]
     return [
       total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
@@ -314,10 +240,8 @@ def _stream_group(
       base = pltriton.load(
         base_ref.at[q * size + lane], mask=lane < size, other=1
       )
-    exponent = base.astype(jnp.int32) + w12_array.SCALE_OFFSET
-    scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     live = None if whole else lane < size
-    total = (total * scale[:, None]).T
+    total = (total * w12_parts.scale_of(base)[:, None]).T
     _store(out_ref, part, q * size + first, total, live)
 
 
@@ -351,128 +275,11 @@ def _store(out_ref, part, first, total, live):
   pltriton.store(place, total, mask=mask)
 
 
-def _finish(parts_ref, *refs, shares, lanes, few, high, entries):
-  """Adds parts in their order, then what the lists make of x."""
-  list_refs, out_ref = refs[:-1], refs[-1]
-  n, rows = out_ref.shape
-  row = pl.program_id(0) * high + jnp.arange(high)
-  each = pl.program_id(1) * few + jnp.arange(few)
-  live = row < rows
-  wanted = (each < n)[:, None] & live[None, :]
-  spans = _spans(list_refs[1], high, row, rows) if list_refs else None
-  # Of the parts, only what was summed up has been written.
-  size = parts_ref.shape[2] // 4
-  if size % high or lanes % high:
-    owners = shares.owners(row % size // lanes)[None, :]
-  else:
-    owners = shares.owners(pl.program_id(0) * high % size // lanes)
-  parts = [
-    pltriton.load(
-      parts_ref.at[part, each[:, None], row[None, :]],
-      mask=wanted & (part < owners),
-      other=0,
-    )
-    for part in range(parts_ref.shape[0])
-  ]
-  # Lists come first: their loads wait for one another, and for nothing else.
-  if spans is not None:
-    columns_ref, _, *entry_refs = list_refs
-    parts.append(_listed(columns_ref, entry_refs, spans, each, entries).T)
-  total = functools.reduce(operator.add, parts)
-  place = out_ref.at[each[:, None], row[None, :]]
-  pltriton.store(place, total.astype(out_ref.dtype), mask=wanted)
-
-
-def _spans(start_ref, high, row, rows):
-  """Where the lists of rows of W begin and end: of all, then of each."""
-  first = pl.program_id(0) * high
-  whole = start_ref[first], start_ref[jnp.minimum(first + high, rows)]
-  # Rows that there are none of are behind every list.
-  live, behind = row < rows, 2**31 - 1
-  start = pltriton.load(start_ref.at[row], mask=live, other=behind)
-  end = pltriton.load(start_ref.at[row + 1], mask=live, other=behind)
-  return *whole, start, end
-
-
-def _listed(columns_ref, entry_refs, spans, each, entries):
-  """What the lists of rows of W make of rows `each` of x, float32.
-
-  The lists of all rows follow one another: so many entries at a time are a
-  small matrix, each in the row that it is of, and a product.
-
-  Args:
-    columns_ref: x [I, rows], each column a row.
-    entry_refs: columns and values.
-    spans: see `_spans`.
-  """
-  column_ref, value_ref = entry_refs
-  first, last, start, end = spans
-
-  def step(i, total):
-    at = first + i * entries + jnp.arange(entries)
-    real = at < last
-    column = pltriton.load(column_ref.at[at], mask=real, other=0)
-    value = pltriton.load(value_ref.at[at], mask=real, other=0)
-    x = columns_ref[column[:, None], each[None, :]]
-    # What is behind the last entry is in no row.
-    own = (start[:, None] <= at[None, :]) & (at[None, :] < end[:, None])
-    value = jnp.where(own, value.astype(jnp.float32)[None, :], 0.0)
-    value = value.astype(jnp.bfloat16)
-    return total + jnp.dot(value, x, preferred_element_type=jnp.float32)
-
-  zeros = jnp.zeros((start.size, each.size), jnp.float32)
-  return lax.fori_loop(0, pl.cdiv(last - first, entries), step, zeros)
-
-
-def _unpack(q, *parts, filled=w12_array.MIDPOINT):
-  """Row q of every lane times 2^(113 - base), bfloat16.
-
-  Args:
-    filled: lower mantissa bits of the view.
-  """
-  byte = parts[q // 2].astype(jnp.int32) >> (8 * (q % 2))
-  low = filled
-  if len(parts) == 3:
-    low = (parts[2].astype(jnp.int32) >> (4 * q)) & 15
-  sign, field, mantissa = byte & 128, (byte >> 3) & 15, (byte & 7) << 4 | low
-  pattern = (sign << 8) | ((field + 112) << 7) | mantissa
-  normal = lax.bitcast_convert_type(pattern.astype(jnp.uint16), jnp.bfloat16)
-  # Field 0 is below the normal numbers, as in bfloat16; some processors take
-  # those for zeros, so that no product can make them.
-  least = mantissa.astype(jnp.float32) * jnp.where(
-    sign > 0, -(2.0**-21), 2.0**-21
-  )
-  return jnp.where(field > 0, normal, least.astype(jnp.bfloat16))
-
-
 def _unpack_assembly(q, *parts, filled=w12_array.MIDPOINT):
-  """The same for two lanes at a time."""
+  """`w12_unpack.unpack` for two lanes at a time."""
   pair, low = parts[q // 2], parts[2:]
-  # Everything but the sign in place in a, the sign in b.
-  sign = "$1"
-  if q % 2:
-    lines = ["shr.b32 a, $1, 4;"]
-  else:
-    lines = ["shl.b32 a, $1, 4;", "shl.b32 b, $1, 8;"]
-    sign = "b"
-  if low:
-    nibble = "$2"
-    lines.append(f"and.b32 b, {sign}, 0x80008000;")
-    lines.append("lop3.b32 a, a, 0x07f007f0, b, 0xea;")  # (a & c) | b
-    if q:
-      lines.append(f"shr.b32 b, $2, {4 * q};")
-      nibble = "b"
-    lines.append(f"lop3.b32 a, {nibble}, 0x000f000f, a, 0xea;")
-  else:
-    # Taken by the mask: sign where it is set, a elsewhere.
-    lines.append(f"lop3.b32 a, {sign}, a, 0x80008000, 0xe4;")
-    lines.append("mov.b32 b, 0x87f087f0;")
-    lines.append(f"lop3.b32 a, a, b, {filled << 16 | filled:#010x}, 0xea;")
-  lines.append("mov.b32 b, 0x77807780;")  # 2^112, twice.
-  lines.append("mul.rn.bf16x2 $0, a, b;")
-  body = " ".join(lines)
   (out,) = pltriton.elementwise_inline_asm(
-    "{ .reg .b32 a, b; " + body + " }",
+    w12_unpack.assembly(q, bool(low), filled),
     args=[pair, *low],
     constraints=",".join(["=r"] + ["r"] * (1 + len(low))),
     pack=2,

@@ -65,16 +65,22 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
     dtype: of its weights.
 
   Raises:
-    SpecPilotError: a `triton` kernel without an NVIDIA GPU, a dtype or a head
-      size that a kernel does not take.
+    SpecPilotError: a kernel without an NVIDIA GPU that runs it, a dtype or a
+      head size that a kernel does not take.
   """
   for name, implementation in as_dict(kernels).items():
     if not dispatch.is_kernel(implementation):
       continue
-    if implementation == "triton" and jax.default_backend() != "gpu":
+    compiled = implementation in ("triton", "mosaic")
+    if compiled and jax.default_backend() != "gpu":
       raise SpecPilotError(
-        f"kernel {name}: triton needs an NVIDIA GPU, JAX runs on"
+        f"kernel {name}: {implementation} needs an NVIDIA GPU, JAX runs on"
         f" {jax.default_backend()}; take reference"
+      )
+    if implementation == "mosaic" and not _is_hopper(jax.devices()[0]):
+      raise SpecPilotError(
+        f"kernel {name}: mosaic needs a Hopper GPU (compute capability 9.0),"
+        f" not {jax.devices()[0].device_kind}; take triton"
       )
     if dtype not in ("bfloat16", "float32"):
       raise SpecPilotError(
@@ -83,6 +89,10 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
       )
     for field in _POWERS_OF_TWO.get(name, ()):
       _check_size(name, config.name, field, getattr(config, field))
+
+
+def _is_hopper(device: jax.Device) -> bool:
+  return getattr(device, "compute_capability", None) == "9.0"
 
 
 def check_drafter(kernels: Kernels, name: str, head_dim: int) -> None:

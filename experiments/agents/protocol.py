@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from experiments.hosts import Slot
 from specpilot_jax.errors import SpecPilotError
 
 
@@ -113,11 +114,13 @@ class Limits:
     seconds: of wall time.
     usd: of money; None where it may spend none.
     proposals: at most.
+    device: that it may use meanwhile, leased to it; None where none is.
   """
 
   seconds: float = 600.0
   usd: float | None = None
   proposals: int = 8
+  device: Slot | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

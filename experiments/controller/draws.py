@@ -39,7 +39,7 @@ def for_test(
   used: set[str],
   rng: np.random.Generator,
   warm_ups: int,
-  blocks: int = 0,
+  least: int = 2 * statistics.MIN_UNITS,
 ) -> tuple[list[Request], list[Request], int]:
   """Requests in drawn order, each cut anew where it can be; those to warm up
   with; and how many of the first an earlier test or screening has used.
@@ -50,14 +50,13 @@ def for_test(
   Args:
     used: ids of earlier tests and screenings.
     warm_ups: requests that are kept for warming up.
-    blocks: of the test; 0 where its units are pairs.
+    least: requests that are enough for a decision, an even number.
   """
   drawn = [requests[i] for i in rng.permutation(len(requests))]
   drawn = [fresh(request, used, rng) for request in drawn]
   drawn.sort(key=lambda request: request.id in used)
   count = (len(requests) - warm_ups) // 2 * 2
   new = sum(request.id not in used for request in drawn)
-  least = blocks + blocks % 2 or 2 * statistics.MIN_UNITS
   if least <= new < count:
     count = new - new % 2
   seen = sum(request.id in used for request in drawn[:count])

@@ -5,8 +5,6 @@ import dataclasses
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -20,6 +18,7 @@ from experiments.console import say
 from experiments.controller import (
   checks,
   draws,
+  forced,
   ledger,
   noise,
   paired,
@@ -28,13 +27,15 @@ from experiments.controller import (
   sandbox,
   statistics,
   tree,
+  two_devices,
 )
 from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.process import EngineFault, EngineProcess
+from experiments.controller.systems import System, Tested
+from experiments.hosts import Slot
 from experiments.settings import Settings
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax import loading, paths
-from specpilot_jax.configs import SystemConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
@@ -45,65 +46,27 @@ CONTROL = "control"
 """Folder of a run for stock's outputs, where it measured against another."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class System:
-  """What is compared: a tree, and how it decodes.
-
-  Attributes:
-    options: assignments, `option=value,...`; empty is stock.
-    drafter: name or path.
-    kernels: as --kernels has them.
-    patch: unified diff over the base; None is the base itself.
-  """
-
-  options: str
-  drafter: str
-  kernels: str
-  patch: bytes | None = None
-
-  @property
-  def id(self) -> str:
-    """From content: of the patch and the settings."""
-    patch = hashlib.sha256(self.patch).hexdigest() if self.patch else None
-    return "opt-" + noise.digest(
-      [self.options, self.drafter, self.kernels, patch]
-    )[:16]  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Tested:
-  """A paired test: verdict, what was measured, and its place in the ledger."""
-
-  id: str
-  verdict: paired.Verdict
-  measured: paired.Measured
-  test: int
-  familywise: float
-  seen_before: int
-  trees: Mapping[str, str]
-  review: Sequence[str]
-  forcing: Mapping[str, Any] | None
-  seconds: float
-
-
 class Lab:
   """Runs sessions of one deployment; use `open_lab`.
 
   Args:
     settings: of the run; its target, prompts and sampling.
     place: a temporary folder.
-    device: index of the GPU; None is JAX's choice.
+    slots: its devices; none is JAX's choice. On two of them stock and candidate
+      decode side by side and are swapped.
     blocks: of processes, for engines that do not fit together; 0 holds both.
+      Of two devices each has one engine, whatever its size.
   """
 
   def __init__(
     self,
     settings: Settings,
     place: Path,
-    device: int | None = None,
+    slots: Sequence[Slot] = (),
     blocks: int = 0,
   ):
     self.settings = settings
+    self.slots = tuple(slots)
     self.blocks = blocks
     self.place = place
     self.source = loading.open_target(settings.target)
@@ -121,6 +84,15 @@ class Lab:
       )
       for i, prompt in enumerate(prompts)
     ]
+    if len(slots) > 2:
+      raise SpecPilotError(
+        f"devices must be one or two, which a test swaps, got {len(slots)}"
+      )
+    if blocks and len(slots) == 2:
+      raise SpecPilotError(
+        "blocks are for engines that share a device: of two devices each has"
+        " one"
+      )
     if blocks and blocks < statistics.MIN_BLOCKS:
       raise SpecPilotError(
         f"blocks must be at least {statistics.MIN_BLOCKS}, or 0, got {blocks}"
@@ -145,7 +117,7 @@ class Lab:
       readable=readable,
       assets=assets,
       compiled=paths.data_dir() / "engines",
-      device=device,
+      slot=self.slots[0] if self.slots else None,
       platform=os.environ.get("JAX_PLATFORMS"),
     )
     self.stock_system = System(
@@ -161,8 +133,29 @@ class Lab:
 
   @property
   def units(self) -> int:
-    """Pairs of requests of a test, or blocks."""
+    """Pairs of requests of a test, or blocks, or requests on two devices."""
+    if self.swaps:
+      return 2 * self._pairs
     return self.blocks or self._pairs
+
+  @property
+  def swaps(self) -> bool:
+    """Whether tests run on two devices."""
+    return len(self.slots) == 2
+
+  @property
+  def design(self) -> str:
+    """How sessions run, for fingerprints and people."""
+    if self.swaps:
+      return f"two devices, swapped, {self.units} requests"
+    return f"one device, S C C S, {self._pairs} pairs, {self.blocks} blocks"
+
+  @property
+  def _least(self) -> int:
+    """Requests that are enough for a decision; an even number."""
+    if self.swaps:
+      return statistics.MIN_UNITS
+    return self.blocks + self.blocks % 2 or 2 * statistics.MIN_UNITS
 
   @property
   def _pairs(self) -> int:
@@ -218,7 +211,7 @@ class Lab:
     place = compiled / self.stock.tree.manifest.root_hash[:16]
     table = place / AUTOTUNED
     launch = self.bench.launch(STOCK, self.stock)
-    wants_table = environment.gpu_state(self.bench.device or 0) is not None
+    wants_table = self._state(self.bench.slot) is not None
     if wants_table and not table.exists():
       launch = dataclasses.replace(launch, table=AUTOTUNED, compiled=None)
     try:
@@ -264,23 +257,30 @@ class Lab:
       "autotuned": results.sha256(self.bench.autotuned)
       if self.bench.autotuned is not None
       else None,
+      # Two cards of a kind are two machines.
+      "devices": [dataclasses.asdict(slot) for slot in self.slots],
     }
     card = {k: self.environment[k] for k in ("cpu", "cores", "driver")}
     self.sessions = noise.Sessions(
       noise.fingerprint(
         {**self.deployment_mark, **launched},
         {**self.machine, **card},
-        f"one device, S C C S, {self._pairs} pairs, {self.blocks} blocks",
+        self.design,
       )
     )
     self.ledger = ledger.Ledger(
       noise.digest([self.deployment_mark, self.machine["device_kind"]])
     )
 
+  def _state(self, slot: Slot | None) -> dict[str, Any] | None:
+    if slot is not None and slot.is_emulated:
+      return None
+    return environment.gpu_state(0 if slot is None else slot.visible)
+
   def _watch(self) -> dict[str, Any] | None:
     if self.machine["platform"] != "gpu":
       return None
-    return environment.gpu_state(self.bench.device or 0)
+    return self._state(self.bench.slot)
 
   def _measure(
     self,
@@ -304,6 +304,21 @@ class Lab:
         deadline=deadline,
         folder=folder,
         watch=self._watch,
+      )
+    if self.swaps:
+      return two_devices.measure(
+        self.bench,
+        against or self.stock,
+        candidate,
+        requests,
+        warm_ups,
+        slots=self.slots,
+        vocab=self.source.config.valid_vocab,
+        rng=self.rng,
+        deadline=deadline,
+        noise=self.sessions.s_aa,
+        folder=folder,
+        watch=self._state,
       )
     return paired.measure(
       self.bench,
@@ -343,8 +358,9 @@ class Lab:
     ]
     if outputs[0] != outputs[1]:
       say("note: stock's outputs differ between two of its own processes")
-    mean = float(times.units.mean())
-    self.sessions.add(mean, len(times.units))
+    mean, swap = float(times.units.mean()), times.swap
+    asymmetry = None if swap is None else swap.asymmetry
+    self.sessions.add(mean, len(times.units), asymmetry)
     return mean
 
   def test(
@@ -373,7 +389,7 @@ class Lab:
     base = self.stock if against is None else self._subject(against)
     used = self.ledger.used_requests
     requests, warm_ups, seen = draws.for_test(
-      self.requests, used, self.rng, WARM_UPS, self.blocks
+      self.requests, used, self.rng, WARM_UPS, self._least
     )
     protected = tree.protected()
     number = self.ledger.begin(system.id, [r.id for r in requests])
@@ -388,11 +404,11 @@ class Lab:
     measured = self._measure(
       candidate, requests, warm_ups, deadline, folder, base
     )
-    forced: dict[str, Any] = {}
+    scored: dict[str, Any] = {}
 
     def force(records: checks.Records) -> Mapping[str, Any]:
-      forced.update(self._forced(folder.path, base, requests))
-      return forced
+      scored.update(self._forced(folder.path, base, requests))
+      return scored
 
     verdict = self._judge(measured, [base, candidate], protected, force)
     outcome = {"verdict": verdict.verdict, "reason": verdict.reason}
@@ -407,7 +423,7 @@ class Lab:
       seen_before=seen,
       trees=trees,
       review=review,
-      forcing=forced or None,
+      forcing=scored or None,
       seconds=time.monotonic() - began,
     )
 
@@ -537,45 +553,20 @@ class Lab:
     return self._force(run / CONTROL)
 
   def _force(self, run: Path) -> Mapping[str, Any]:
-    """Stock's verdict on the candidate's tokens, by a process of its own: the
-    device's memory is free again when it ends."""
-    s = self.settings
-    where = run / "forcing"
-    command = [
-      sys.executable, "-m", "experiments.main", "--job=token_force",
-      f"--target={s.target}", f"--requests={run}", f"--output_dir={where}",
-      f"--prefill_chunk={s.prefill_chunk}",
-      f"--kernels={self.stock_system.kernels}",
-    ]  # fmt: skip
-    for name in ("dtype", "min_control_tokens"):
-      if getattr(s, name) is not None:
-        command.append(f"--{name}={getattr(s, name)}")
-    done = subprocess.run(
-      command, capture_output=True, text=True, cwd=tree.ROOT
+    """Stock's verdict on the candidate's tokens."""
+    return forced.by_stock(
+      self.settings, self.stock_system.kernels, run, self.bench.slot
     )
-    if done.returncode not in (0, 1) or not (where / results.RESULT).exists():
-      last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-      return {
-        "verdict": "inconclusive",
-        "reason": f"forcing failed: {last}",
-        "failed": True,
-      }
-    return results.read_result(where)["token_forcing"][CANDIDATE]
 
 
 @contextlib.contextmanager
 def open_lab(
-  settings: Settings, device: int | None = None, blocks: int = 0
+  settings: Settings, slots: Sequence[Slot] = (), blocks: int = 0
 ) -> Generator[Lab]:
   """A lab whose temporary files are gone when it ends."""
   place = Path(tempfile.mkdtemp(prefix="specpilot-lab-"))
   try:
-    yield Lab(settings, place, device, blocks)
+    yield Lab(settings, place, slots, blocks)
   finally:
     tree.remove(place)
     shutil.rmtree(place, ignore_errors=True)
-
-
-def options_text(system: SystemConfig) -> str:
-  """A system as `option=value,...`; empty for stock."""
-  return ",".join(f"{k}={v}" for k, v in registry.changed(system).items())

@@ -1,28 +1,71 @@
 """How an engine process is started, and what it may touch."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import hosts
 from experiments.controller import sandbox
 from experiments.controller.tree import Tree
+from specpilot_jax.errors import SpecPilotError
 
 _BOOT = (
   "import runpy, sys; sys.path.insert(0, sys.argv.pop(1));"
   " runpy.run_module('experiments.controller.worker', run_name='__main__',"
   " alter_sys=True)"
 )
-_SYSTEM_FILES = (
+SYSTEM_FILES = (
   "/usr", "/lib", "/lib64", "/bin", "/sbin", "/proc", "/sys",
   "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd",
   "/etc/group", "/etc/alternatives",
 )  # fmt: skip
-_DEVICES = (
+DEVICES = (
   "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random",
   "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools",
 )  # fmt: skip
+
+
+LIBRARIES = "LD_LIBRARY_PATH"
+
+
+def python_folders() -> list[str]:
+  """Where Python and its packages are."""
+  return sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
+
+
+def library_folders() -> list[str]:
+  """Where this process looks for shared libraries, beside the usual folders."""
+  parts = os.environ.get(LIBRARIES, "").split(os.pathsep)
+  return sorted({part for part in parts if os.path.isabs(part)})
+
+
+def device_files(slot: hosts.Slot | None) -> list[str]:
+  """Device files of a process that has this device, or all."""
+  minor = None if slot is None else slot.minor
+  numbers = range(8) if minor is None else [minor]
+  return [*DEVICES, *(f"/dev/nvidia{i}" for i in numbers)]
+
+
+def check_out_of_reach(places: Sequence[Path], readable: Sequence[str]) -> None:
+  """Refuses what would let a process read the sealed prompts.
+
+  Args:
+    places: where they are: the checkout, the data folder.
+    readable: files and folders that the process may read.
+
+  Raises:
+    SpecPilotError: names the place and the folder that it lies in.
+  """
+  for place in places:
+    for path in readable:
+      if place.resolve().is_relative_to(Path(path).resolve()):
+        raise SpecPilotError(
+          f"{place} lies in {path}, which a confined process may read, and has"
+          " the sealed prompts: take a checkout or a data folder elsewhere"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +76,8 @@ class Launch:
     name: for people and for records.
     tree: what it runs from.
     settings: see `worker.Server.load`.
-    place: a folder of its own, removed when it ends.
+    place: a folder of its own; `temporary` and `data` in it are removed when it
+      ends.
     readable: model files that it needs beside its tree.
     assets: those of them that it looks for in its data folder, by path there.
     compiled: folder of compiled executables that outlives it, of its tree
@@ -42,7 +86,7 @@ class Launch:
       own in `place`, so that nothing passes from one launch to the next.
     autotuned: table of choices of the compiler, read only.
     table: file in `place` to write such a table to.
-    device: index of the GPU; None shows all.
+    slot: its device, the only one that it sees, and its cores; None shows all.
     platform: JAX's; None is its own choice.
     memory_fraction: of the device, on a GPU.
     layers: what this machine isolates with.
@@ -59,7 +103,7 @@ class Launch:
   keeps: bool = False
   autotuned: Path | None = None
   table: str | None = None
-  device: int | None = None
+  slot: hosts.Slot | None = None
   platform: str | None = None
   memory_fraction: float = 0.45
   layers: sandbox.Layers
@@ -82,7 +126,8 @@ class Launch:
     return 1 if self.layers.namespaces else 0
 
   def environment(self) -> dict[str, str]:
-    """All variables of the process; nothing is inherited."""
+    """All variables of the process; nothing is inherited but where shared
+    libraries are: a card's driver may be found by that alone."""
     own = str(self.temporary)
     flags = []
     if self.autotuned is not None:
@@ -98,18 +143,20 @@ class Launch:
       "SPECPILOT_DATA": str(self.data),
       "XLA_CLIENT_MEM_FRACTION": f"{self.memory_fraction:g}",
     }
+    if LIBRARIES in os.environ:
+      variables[LIBRARIES] = os.environ[LIBRARIES]
     if flags:
       variables["XLA_FLAGS"] = " ".join(flags)
     if self.platform is not None:
       variables["JAX_PLATFORMS"] = self.platform
-    if self.device is not None:
-      variables["CUDA_VISIBLE_DEVICES"] = str(self.device)
+    if self.slot is not None:
+      variables["CUDA_VISIBLE_DEVICES"] = self.slot.visible
     return variables
 
   def policy(self) -> sandbox.Policy:
     """What it may touch."""
-    python = {sys.prefix, sys.base_prefix, sys.exec_prefix}
-    read = [*_SYSTEM_FILES, *python, str(self.tree.root)]
+    read = [*SYSTEM_FILES, *python_folders(), *library_folders()]
+    read.append(str(self.tree.root))
     own = (*self.readable, *self.assets.values())
     read += [str(path.resolve()) for path in own]
     if self.autotuned is not None:
@@ -117,13 +164,14 @@ class Launch:
     write = [str(self.temporary), str(self.data)]
     if self.compiled is not None and self.keeps:
       write.append(str(self.compiled))
-    numbers = [0, 1, 2, 3, 4, 5, 6, 7] if self.device is None else [self.device]
+    slot = self.slot
     return sandbox.Policy(
       read=sorted(read),
       write=write,
-      devices=[*_DEVICES, *(f"/dev/nvidia{i}" for i in numbers)],
+      devices=device_files(slot),
       landlock=self.layers.landlock > 0,
       namespaces=self.layers.namespaces and self.layers.bubblewrap is None,
+      cores=() if slot is None else slot.cores,
     )
 
   def command(self, commands: int, replies: int) -> list[str]:

@@ -55,7 +55,9 @@ class Ledger:
 
   @property
   def used_requests(self) -> set[str]:
-    """Requests that earlier tests or screenings looked at."""
+    """Requests that earlier tests or screenings looked at, other processes'
+    too."""
+    self._lines = self._read()
     return {
       request
       for line in self._lines

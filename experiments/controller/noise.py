@@ -73,7 +73,7 @@ def fault(measured: paired.Measured, units: int) -> str | None:
       " machine was busy"
     )
   if len(times.stock) < max(2, SHARE * units):
-    return f"the card was throttled in {times.dropped} of {units} pairs"
+    return f"the card was throttled in {times.dropped} of {units} units"
   return None
 
 
@@ -105,13 +105,44 @@ class Sessions:
   def means(self) -> list[float]:
     return [s["mean"] for s in self._sessions]
 
-  def add(self, mean: float, units: int) -> None:
-    """Keeps a session: the mean of its log-ratios."""
-    if not math.isfinite(mean):
-      raise SpecPilotError(f"an A/A session has the mean {mean}")
+  @property
+  def asymmetries(self) -> list[float]:
+    """Of two devices: by session, the log of how much slower the second is."""
+    return [s["asymmetry"] for s in self._sessions if "asymmetry" in s]
+
+  @property
+  def unswapped(self) -> tuple[float, float] | None:
+    """What s_AA would be without the swap, with the candidate on the first
+    device and on the second; None of one device, or too few sessions."""
+    differ, means = self.asymmetries, self.means
+    if len(differ) < len(means) or len(means) < statistics.MIN_SESSIONS:
+      return None
+    pairs = list(zip(means, differ, strict=True))
+    return (
+      statistics.s_aa([m + a for m, a in pairs]),
+      statistics.s_aa([m - a for m, a in pairs]),
+    )
+
+  def add(
+    self, mean: float, units: int, asymmetry: float | None = None
+  ) -> None:
+    """Keeps a session.
+
+    Args:
+      mean: of its log-ratios.
+      units: how many.
+      asymmetry: of two devices, see `statistics.Swap`.
+    """
+    if not all(math.isfinite(x) for x in (mean, asymmetry or 0.0)):
+      raise SpecPilotError(
+        f"an A/A session has the mean {mean} and the asymmetry {asymmetry}"
+      )
     # Another run may have added some meanwhile.
     self._sessions = self._read()
-    self._sessions.append({"mean": mean, "units": units, "time": time.time()})
+    session = {"mean": mean, "units": units, "time": time.time()}
+    if asymmetry is not None:
+      session["asymmetry"] = asymmetry
+    self._sessions.append(session)
     content = {
       "schema": SCHEMA, "fingerprint": self._mark, "sessions": self._sessions
     }  # fmt: skip
@@ -129,7 +160,10 @@ class Sessions:
       good = (
         content["schema"] == SCHEMA
         and content["fingerprint"] == self._mark
-        and all(math.isfinite(s["mean"]) for s in content["sessions"])
+        and all(
+          math.isfinite(s["mean"]) and math.isfinite(s.get("asymmetry", 0.0))
+          for s in content["sessions"]
+        )
       )
     except (OSError, ValueError, KeyError, TypeError):
       good, content = False, {}

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments import hosts
 from experiments.controller import checks, sandbox, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
-from experiments.controller.launch import Launch
+from experiments.controller.launch import Launch, check_out_of_reach
 from experiments.controller.process import Answer, EngineFault, EngineProcess
 from experiments.controller.session import (
   Session,
@@ -61,7 +62,7 @@ class Bench:
     readable, assets: model files that they need; see `Launch`.
     compiled: folder of executables by tree, of trees without a patch; None
       keeps none.
-    device, platform: see `Launch`.
+    slot, platform: see `Launch`.
     start_s, step_s: see `Launch`.
     autotuned: the compiler's choices, of stock, for both.
     prepared: subjects whose executables are compiled and kept.
@@ -72,15 +73,15 @@ class Bench:
   readable: Sequence[Path] = ()
   assets: Mapping[str, Path] = dataclasses.field(default_factory=dict)
   compiled: Path | None = None
-  device: int | None = None
+  slot: hosts.Slot | None = None
   platform: str | None = None
   start_s: float = 900.0
   step_s: float = 120.0
   autotuned: Path | None = None
   prepared: set[tuple[str, str]] = dataclasses.field(default_factory=set)
 
-  def prepare(self, name: str, subject: Subject) -> None:
-    """Compiles a subject in a process that is not timed.
+  def prepare(self, name: str, subject: Subject, **changes: Any) -> None:
+    """Compiles a subject in a process that is not timed; see `launch`.
 
     An executable that was compiled in a process and one that was read back do
     not run alike: stock that compiled was 15 % slower than stock that read (two
@@ -91,7 +92,7 @@ class Bench:
     """
     key = (subject.tree.manifest.root_hash, repr(subject.settings))
     if key not in self.prepared:
-      with EngineProcess(self.launch(name, subject, keeps=True)):
+      with EngineProcess(self.launch(name, subject, keeps=True, **changes)):
         self.prepared.add(key)
 
   def timed(self, name: str, subject: Subject, **changes: Any) -> Launch:
@@ -106,7 +107,7 @@ class Bench:
 
     Raises:
       SpecPilotError: a patch, where nothing keeps it from the controller's own
-        files.
+        files, or these lie in what it may read.
     """
     if not subject.trusted and not self.layers.confines_files:
       raise SpecPilotError(
@@ -128,13 +129,16 @@ class Bench:
       compiled=compiled,
       keeps=subject.trusted,
       autotuned=self.autotuned,
-      device=self.device,
+      slot=self.slot,
       platform=self.platform,
       layers=self.layers,
       start_s=self.start_s,
       step_s=self.step_s,
     )
-    return dataclasses.replace(launch, **changes)
+    launch = dataclasses.replace(launch, **changes)
+    if not subject.trusted:
+      check_out_of_reach([tree.ROOT], launch.policy().read)
+    return launch
 
 
 @dataclasses.dataclass

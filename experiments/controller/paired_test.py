@@ -7,16 +7,18 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import benchmark, metrics, plan, report, results
+from experiments import benchmark, hosts, leases, metrics, plan, report, results
 from experiments.console import say
 from experiments.controller import checks, noise, paired, section, statistics
 from experiments.controller import lab as lab_lib
 from experiments.controller.checks import STOCK
-from experiments.controller.lab import Lab, System, Tested
+from experiments.controller.lab import Lab
+from experiments.controller.session import Times
+from experiments.controller.systems import System, Tested, options_text
 from experiments.settings import Settings
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
@@ -62,7 +64,7 @@ def system_of(
       raise SpecPilotError(f"--patch {patch}: {e.strerror}") from None
   flags = chosen.flags
   if data is None:
-    options = lab_lib.options_text(registry.parse_options(flags.get("set", "")))
+    options = options_text(registry.parse_options(flags.get("set", "")))
   else:
     options = flags.get("set", "")  # Its options may be the patch's own.
   system = System(
@@ -93,6 +95,8 @@ def as_dict(lab: Lab, tested: Tested) -> dict[str, Any]:
     "stock_slowed": tested.measured.slowed,
     "aa_sessions": len(lab.sessions),
     "aa_means": lab.sessions.means,
+    "design": lab.design,
+    "devices": devices_of(lab, times),
     "test": tested.test,
     "familywise": tested.familywise,
     "seen_before": tested.seen_before,
@@ -104,10 +108,53 @@ def as_dict(lab: Lab, tested: Tested) -> dict[str, Any]:
   }
 
 
+def devices_of(lab: Lab, times: Times | None) -> dict[str, Any] | None:
+  """What a test on two devices says of them; None on one.
+
+  `swap` is of this session, `aa_asymmetries` of the A/A sessions, whose s_AA
+  would be `aa_unswapped` without the swap.
+  """
+  if not lab.swaps:
+    return None
+  swap = None if times is None else times.swap
+  return {
+    "indices": [slot.index for slot in lab.slots],
+    "names": [slot.name for slot in lab.slots],
+    "emulated": any(slot.is_emulated for slot in lab.slots),
+    "swap": swap.as_dict() if swap else None,
+    "aa_asymmetries": lab.sessions.asymmetries,
+    "aa_unswapped": lab.sessions.unswapped,
+    "s_aa": lab.sessions.s_aa,
+  }
+
+
+def _device_notes(lab: Lab, times: Times | None) -> list[str]:
+  """What is to be known of two devices."""
+  told = devices_of(lab, times)
+  if told is None:
+    return []
+  notes = []
+  if told["emulated"]:
+    notes.append(
+      "the devices are emulated, shares of one processor: this tries out the"
+      " procedure and times nothing"
+    )
+  swap = None if times is None else times.swap
+  if swap is not None and swap.is_large:
+    one, two = told["indices"]
+    differ = section.percent(math.expm1(swap.asymmetry), 1)
+    notes.append(
+      f"device {two} against device {one}: time {differ}, beyond"
+      f" {statistics.ASYMMETRY:.0%}: one of them is to be looked at"
+    )
+  return notes
+
+
 def _notes(lab: Lab, tested: Tested) -> list[str]:
   notes = list(lab.source.checkpoint.notes)
   notes += [x for x in lab.layers.statement() if "NOT" in x]
   times = tested.measured.times
+  notes += _device_notes(lab, times)
   if times is not None and times.late:
     notes.append("the time limit ended the test before all requests were timed")
   if times is not None and times.dropped:
@@ -151,14 +198,19 @@ def trial(tested: Tested, system: System) -> dict[str, Any]:
   }
 
 
-def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> int:
-  """Runs the A/A sessions that are missing; how many it ran.
+def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> float:
+  """Runs the A/A sessions that are missing; seconds of the longest, 0 of none.
+
+  None is begun with less time left than one has taken.
 
   Raises:
     noise.Unmeasured: `AA_FAILURES` in a row could not be measured.
   """
-  ran = failed = 0
-  while len(lab.sessions) < wanted and time.monotonic() < deadline:
+  failed, longest = 0, 0.0
+  while len(lab.sessions) < wanted:
+    began = time.monotonic()
+    if began + longest > deadline:
+      break
     try:
       mean = lab.aa_session(deadline)
     except noise.Unmeasured as e:
@@ -168,13 +220,16 @@ def collect_aa(lab: Lab, wanted: int, deadline: float, folder) -> int:
         raise
       say(f"{e}; once more")
       continue
-    ran, failed = ran + 1, 0
-    folder.event("aa_session", mean=mean, sessions=len(lab.sessions))
+    seconds = time.monotonic() - began
+    failed, longest = 0, max(longest, seconds)
+    folder.event(
+      "aa_session", mean=mean, sessions=len(lab.sessions), seconds=seconds
+    )
     say(
       f"A/A session {len(lab.sessions)} of {wanted}: mean"
-      f" {section.percent(mean, 3)}"
+      f" {section.percent(mean, 3)} ({seconds:.0f} s)"
     )
-  return ran
+  return longest
 
 
 def deployment(lab: Lab) -> dict[str, Any]:
@@ -203,6 +258,7 @@ def run(
   patch: Path | None,
   aa_sessions: int,
   blocks: int = 0,
+  devices: Sequence[int] = (),
 ) -> int:
   """Runs the job; the exit status.
 
@@ -212,6 +268,8 @@ def run(
     patch: of the candidate.
     aa_sessions: A/A sessions to have on record first.
     blocks: of processes, for engines that do not fit together; 0 holds both.
+    devices: indices of one or two, which are then swapped; none is JAX's
+      choice. Nothing else that leases devices uses this host meanwhile.
 
   Returns:
     0, or 1 where the candidate was refused or the measurement says nothing.
@@ -233,7 +291,11 @@ def run(
   deadline = math.inf
   if settings.max_wall_s is not None:
     deadline = started + settings.max_wall_s
-  with lab_lib.open_lab(settings, blocks=blocks) as lab:
+  slots = hosts.slots(devices)
+  with (
+    leases.pair(slots, say, deadline),
+    lab_lib.open_lab(settings, slots, blocks) as lab,
+  ):
     if settings.card is not None:
       plan.check_kind(settings.card, lab.machine)
     return _run(lab, system, aa_sessions, started, deadline)
@@ -262,9 +324,13 @@ def _run(
   say(f"results: {folder.path}")
   folder.event("run_started", job="paired_test", environment=lab.environment)
   try:
-    collect_aa(lab, aa_sessions, deadline, folder)
+    longest = collect_aa(lab, aa_sessions, deadline, folder)
     status, records = 0, {}
-    if system is not None:
+    # A test that time cuts off would spend requests and level for nothing, and
+    # so would one without its gate.
+    short = len(lab.sessions) < aa_sessions
+    short = short or time.monotonic() + longest > deadline
+    if system is not None and not short:
       tested = lab.test(system, folder, deadline)
       records = {n: r for n, r in tested.measured.records.items() if r}
       test = as_dict(lab, tested)
@@ -280,7 +346,23 @@ def _run(
     else:
       known = lab.sessions.s_aa
       told = "not known yet" if known is None else f"{known:.3%}"
-      result["notes"] = [f"s_AA {told}, of {len(lab.sessions)} A/A sessions"]
+      result["notes"] = [
+        f"s_AA {told}, of {len(lab.sessions)} A/A sessions ({lab.design})",
+        *_device_notes(lab, None),
+      ]
+      if short:
+        result["notes"].append(
+          f"time ran out with {len(lab.sessions)} of {aa_sessions} A/A sessions"
+          f"{' and before the test' if system else ''}; the same command with"
+          " another --output_dir goes on"
+        )
+    result["aa"] = {
+      "design": lab.design,
+      "wanted": aa_sessions,
+      "means": lab.sessions.means,
+      "s_aa": lab.sessions.s_aa,
+      "devices": devices_of(lab, None),
+    }
     result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
     result["timing_s"] = {"total": round(time.monotonic() - started, 3)}
     result = results.to_json(result)
@@ -296,9 +378,11 @@ def _run(
     say(benchmark.summary_table(result["systems"]))
   for note in result["notes"]:
     say(f"note: {note}")
+  told = section.device_lines(result["aa"]["devices"])
   if result["paired_test"]:
-    for text in section.lines(result["paired_test"]):
-      say(text)
+    told = section.lines(result["paired_test"])
+  for text in told:
+    say(text)
   say(f"report: {written}")
   return status
 

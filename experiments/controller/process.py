@@ -99,7 +99,7 @@ class EngineProcess:
     launch: how it is started.
 
   Attributes:
-    machine: what it said of itself when it was ready.
+    ready: what it said of itself when it was ready; empty before.
     output: the beginning of what it printed.
   """
 
@@ -122,13 +122,22 @@ class EngineProcess:
 
   def __enter__(self) -> "EngineProcess":
     try:
-      self._start()
+      self.begin()
+      self.wait_ready()
     except BaseException:
       self.kill()
       raise
     return self
 
-  def _start(self) -> None:
+  def begin(self) -> None:
+    """Starts it, and does not wait: several may load at the same time.
+
+    It dies with the thread that calls this. Whoever does not enter the context
+    sees that it is left.
+
+    Raises:
+      EngineFault: its files cannot be had.
+    """
     launch = self.launch
     for folder in (launch.temporary, launch.data):
       folder.mkdir(parents=True)
@@ -167,7 +176,15 @@ class EngineProcess:
       os.set_blocking(fd, False)
       self._selector.register(fd, selectors.EVENT_READ)
     self._send({"kind": "load", "settings": dict(launch.settings)})
-    ready = self._expect("ready", None, launch.start_s)[1]
+
+  def wait_ready(self) -> None:
+    """Waits until it has loaded.
+
+    Raises:
+      EngineFault: it has not within the launch's `start_s`, or says other
+        things.
+    """
+    ready = self._expect("ready", None, self.launch.start_s)[1]
     self.ready = {k: v for k, v in ready.items() if k != "kind"}
     self._compilations = ready.get("compilations", 0)
 
@@ -385,7 +402,7 @@ class EngineProcess:
       EngineFault: a process of its own lives on; it is killed all the same.
     """
     process = self._process
-    if process is None:
+    if process is None or self._commands < 0:  # Not begun, or closed already.
       return
     # An engine has no other processes. In a namespace of their own they die
     # with it, elsewhere they are not its children any more when it has ended.

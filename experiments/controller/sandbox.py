@@ -68,6 +68,9 @@ class Policy:
     write: folders in which it may do everything.
     devices: device files that it may read, write and control.
     max_file_bytes: largest file that it may write.
+    cores: of the processor on which it begins; none for all. A process may
+      choose others: this keeps the honest out of each other's way.
+    network: whether it may use the network.
     landlock, namespaces: whether to use these; the caller knows from
       `available` that they are there.
   """
@@ -76,6 +79,8 @@ class Policy:
   write: Sequence[str]
   devices: Sequence[str] = ()
   max_file_bytes: int = 1 << 32
+  cores: Sequence[int] = ()
+  network: bool = False
   landlock: bool = True
   namespaces: bool = True
 
@@ -191,9 +196,11 @@ def _runs(program: Sequence[str]) -> bool:
 def bubblewrap(bwrap: str, policy: Policy) -> list[str]:
   """A command line before the program's: a root of the listed paths alone."""
   args = [
-    bwrap, "--die-with-parent", "--unshare-net", "--unshare-ipc",
-    "--unshare-pid", "--proc", "/proc", "--dev", "/dev",
+    bwrap, "--die-with-parent", "--unshare-ipc", "--unshare-pid",
+    "--proc", "/proc", "--dev", "/dev",
   ]  # fmt: skip
+  if not policy.network:
+    args.append("--unshare-net")
   for path in policy.read:
     # /proc is bubblewrap's own.
     if os.path.exists(path) and not path.startswith("/proc"):
@@ -206,10 +213,12 @@ def bubblewrap(bwrap: str, policy: Policy) -> list[str]:
   return [*args, "--"]
 
 
-def _unshare() -> None:
-  """Leaves the network and System V objects, and the process namespace with the
-  next fork."""
-  flags = os.CLONE_NEWNET | os.CLONE_NEWPID | os.CLONE_NEWIPC
+def _unshare(*, network: bool) -> None:
+  """Leaves the network (unless it is to be had) and System V objects, and the
+  process namespace with the next fork."""
+  flags = os.CLONE_NEWPID | os.CLONE_NEWIPC
+  if not network:
+    flags |= os.CLONE_NEWNET
   uid, gid = os.getuid(), os.getgid()
   if uid != 0:
     flags |= os.CLONE_NEWUSER
@@ -270,8 +279,9 @@ def _restrict(policy: Policy) -> None:
     if abi >= since:
       handled |= 1 << bit
   attributes = struct.pack(
-    "QQQ", handled, _TCP if abi >= 4 else 0, _SCOPES if abi >= 6 else 0
-  )
+    "QQQ", handled, _TCP if abi >= 4 and not policy.network else 0,
+    _SCOPES if abi >= 6 else 0,
+  )  # fmt: skip
   # An older kernel refuses a structure that is longer than its own.
   size = 24 if abi >= 6 else 16 if abi >= 4 else 8
   ruleset = libc.syscall(_CREATE_RULESET, attributes, size, 0)
@@ -306,11 +316,13 @@ def confine(policy: Policy) -> None:
     OSError: a layer that was asked for cannot be had; nothing may run then.
   """
   _die_with_parent()
+  if policy.cores:
+    os.sched_setaffinity(0, policy.cores)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   limit = (policy.max_file_bytes, policy.max_file_bytes)
   resource.setrlimit(resource.RLIMIT_FSIZE, limit)
   if policy.namespaces:
-    _unshare()
+    _unshare(network=policy.network)
     if _private_memory():
       policy = dataclasses.replace(policy, write=[*policy.write, _MEMORY])
     _become_the_first_process()

@@ -1,5 +1,6 @@
 """A paired test in a report and on the console."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,43 @@ def line(test: Mapping[str, Any]) -> str:
   verdict = test["verdict"]
   text = f"paired test {test['id']}: {verdict['verdict']}"
   return f"{text} by {verdict['check']}: {verdict['reason']}"
+
+
+def device_lines(devices: Mapping[str, Any] | None) -> list[str]:
+  """What two devices differ by, and what the swap takes out of it."""
+  if devices is None:
+    return []
+  one, two = devices["indices"]
+  out = []
+  swap, differ = devices["swap"], devices["aa_asymmetries"]
+  if swap:
+    error = swap["standard_error"]
+    fixed, own = (
+      [percent(math.expm1(r)) for r in swap[field]]
+      for field in ("unswapped", "by_device")
+    )
+    out.append(
+      f"device {two} against device {one}: time"
+      f" {percent(math.expm1(swap['asymmetry']))} (standard error"
+      f" {'-' if error is None else format(error, '.2%')}); without the swap"
+      f" the mean gain would be {fixed[0]} with the candidate on {one} and"
+      f" {fixed[1]} on {two}"
+    )
+    out.append(
+      f"gain on device {one} {own[0]}, on device {two} {own[1]}, with what the"
+      " machine drifted between the halves"
+    )
+  if differ:
+    without = devices["aa_unswapped"]
+    told = ", ".join(percent(math.expm1(a)) for a in differ)
+    text = f"A/A: device {two} against device {one}, by session: {told}"
+    if without and devices["s_aa"] is not None:
+      text += (
+        f"; s_AA {devices['s_aa']:.3%}, and {without[0]:.3%} or"
+        f" {without[1]:.3%} without the swap"
+      )
+    out.append(text)
+  return out
 
 
 def lines(test: Mapping[str, Any]) -> list[str]:
@@ -47,6 +85,7 @@ def lines(test: Mapping[str, Any]) -> list[str]:
       f"stock beside the candidate against alone: time"
       f" {percent(test['stock_slowed'])}"
     )
+  out += device_lines(test.get("devices"))
   out += [f"isolation: {text}" for text in test["isolation"]["statement"]]
   out += [f"needs review: {text}" for text in test["review"][:10]]
   out.append(line(test))
@@ -67,10 +106,13 @@ def blocks(test: Mapping[str, Any]) -> list[Block]:
   r = test["log_ratios"]
   if r:
     d = test["verdict"]["decision"] or {}
+    unit = "a pair of requests in S C C S order"
+    if test.get("devices"):
+      unit = "a request on both devices"
     found.append(
       Plot(
-        "Gain of each unit (a pair of requests in S C C S order), their"
-        " geometric mean, its lower bound and the threshold.",
+        f"Gain of each unit ({unit}), their geometric mean, its lower bound and"
+        " the threshold.",
         plots.gains(r, d.get("bound"), d.get("threshold")),
       )
     )

@@ -43,10 +43,11 @@ class Times:
   """Seconds of a session.
 
   Attributes:
-    stock, candidate: [units, 2], the requests of a pair.
+    stock, candidate: [units, 2], the requests of a pair, or the devices.
     divided: whether they are per token, since token counts differ.
     late: whether time ran out before all pairs were measured.
-    dropped: pairs left out because the card was throttled for stock alone.
+    dropped: units left out because the card was throttled for stock alone.
+    swapped: whether the columns are two devices, a row one request on both.
   """
 
   stock: np.ndarray
@@ -54,11 +55,21 @@ class Times:
   divided: bool
   late: bool
   dropped: int = 0
+  swapped: bool = False
 
   @property
   def units(self) -> np.ndarray:
-    """Log-ratios, one per pair."""
+    """Log-ratios, one per unit."""
+    if self.swapped:
+      return statistics.two_device_units(self.stock, self.candidate)[0]
     return statistics.one_device_units(self.stock, self.candidate)
+
+  @property
+  def swap(self) -> statistics.Swap | None:
+    """What two devices differ by; None of one device, or without a unit."""
+    if not self.swapped or not len(self.stock):
+      return None
+    return statistics.swap(self.stock, self.candidate)
 
   @property
   def drops_too_many(self) -> bool:
@@ -104,18 +115,21 @@ class Session:
     deadline: float,
     watch: Watch = lambda: None,
   ):
-    self._vocab, self._sink, self._rng = vocab, sink, rng
+    self.vocab, self.sink, self._rng = vocab, sink, rng
     self._deadline, self._watch = deadline, watch
 
   @property
   def is_late(self) -> bool:
     return time.monotonic() > self._deadline
 
+  def draw_warm_ups(self, requests: Sequence[Request]) -> Sequence[Request]:
+    """A drawn number of them."""
+    return requests[: int(self._rng.integers(1, len(requests) + 1))]
+
   def warm_up(self, engine: EngineProcess, requests: Sequence[Request]) -> None:
     """Decodes some requests, a drawn number of them, untimed."""
-    count = int(self._rng.integers(1, len(requests) + 1))
-    for request in requests[:count]:
-      engine.generate(request.prompt_ids, request.sampling, self._vocab)
+    for request in self.draw_warm_ups(requests):
+      engine.generate(request.prompt_ids, request.sampling, self.vocab)
 
   def warm_up_both(
     self,
@@ -145,7 +159,7 @@ class Session:
   ) -> dict[str, float]:
     """Stock's seconds without a candidate, by request."""
     return {
-      r.id: stock.generate(r.prompt_ids, r.sampling, self._vocab).seconds
+      r.id: stock.generate(r.prompt_ids, r.sampling, self.vocab).seconds
       for r in requests
     }
 
@@ -176,20 +190,20 @@ class Session:
         state = self._watch()
         throttled[system] |= is_throttled(state)
         extra = {"place": place} | ({"gpu": state} if state else {})
-        self._sink(system, group[which], answer, extra)
+        self.sink(system, group[which], answer, extra)
       if favours(throttled):
         dropped += 1
         continue
       for system in engines:
         answers[system].append([found[system, which] for which in (0, 1)])
-    return _times(answers, late, dropped)
+    return times_of(answers, late, dropped)
 
   def _one(self, engines, system: str, request: Request) -> Answer:
     (other,) = (e for name, e in engines.items() if name != system)
     other.check_quiet()
     before, started = other.processor_s(), time.perf_counter()
     answer = engines[system].generate(
-      request.prompt_ids, request.sampling, self._vocab
+      request.prompt_ids, request.sampling, self.vocab
     )
     other.check_idle(before, time.perf_counter() - started)
     return answer
@@ -218,9 +232,20 @@ def favours(throttled: Mapping[str, bool]) -> bool:
   return throttled[STOCK] and not throttled[CANDIDATE]
 
 
-def _times(
-  answers: dict[str, list[list[Answer]]], late: bool, dropped: int
+def times_of(
+  answers: Mapping[str, Sequence[Sequence[Answer]]],
+  late: bool,
+  dropped: int,
+  *,
+  swapped: bool = False,
 ) -> Times:
+  """Seconds, or seconds per token where the systems' token counts differ.
+
+  Args:
+    answers: by system, two per unit.
+    late, dropped, swapped: see `Times`.
+  """
+
   def table(of: Callable[[Answer], float], system: str) -> np.ndarray:
     rows = [[of(a) for a in row] for row in answers[system]]
     return np.asarray(rows, np.float64).reshape(-1, 2)
@@ -231,7 +256,9 @@ def _times(
   if divided:
     # Different work: time per token is what can be compared.
     seconds = {name: s / tokens[name] for name, s in seconds.items()}
-  return Times(seconds[STOCK], seconds[CANDIDATE], divided, late, dropped)
+  return Times(
+    seconds[STOCK], seconds[CANDIDATE], divided, late, dropped, swapped
+  )
 
 
 def slow_down(
@@ -239,7 +266,7 @@ def slow_down(
   beside_s: Sequence[float],
   after_s: Sequence[float],
   noise: float | None,
-) -> tuple[float, bool]:
+) -> tuple[float | None, bool]:
   """How much slower stock is beside a candidate than alone.
 
   Args:
@@ -249,13 +276,14 @@ def slow_down(
     noise: s_AA.
 
   Returns:
-    The slow-down as a share, and whether its lower bound exceeds what noise
-    explains. Then the times say nothing: the machine was busy with other
-    things, or the candidate keeps its device busy.
+    The slow-down as a share, None of fewer than two requests, which bound
+    nothing; and whether its lower bound exceeds what noise explains. Then the
+    times say nothing: the machine was busy with other things, or the candidate
+    keeps its device busy.
   """
   count = min(len(before_s), len(after_s), len(beside_s))
   if count < 2:
-    return 0.0, False
+    return None, False
   alone = (np.log(before_s[:count]) + np.log(after_s[:count])) / 2
   r = np.log(beside_s[:count]) - alone
   limit = max(SLOWED, 2 * (noise or 0.0))

@@ -41,6 +41,8 @@ RESAMPLES = 9_999
 MIN_SESSIONS = 5
 """A/A sessions without which there is no s_AA; `WANTED_SESSIONS` are asked."""
 WANTED_SESSIONS = 8
+ASYMMETRY = 0.02
+"""Of two devices, in log time: beyond it one of them is to be looked at."""
 SKEW, SKEW_UNITS, TRIM = -1.0, 64, 0.1
 
 ACCEPT, REJECT, INCONCLUSIVE = "accept", "reject", "inconclusive"
@@ -71,14 +73,67 @@ def two_device_units(
 
   Returns:
     r = (D1 + D2) / 2, from which device and phase cancel, and
-    a = (D1 - D2) / 2, half of what the devices differ by, with
-    D1 = log(stock on 1 / candidate on 0), D2 = log(stock on 0 / candidate on
-    1).
+    a = (D1 - D2) / 2, the log of how much slower device 1 is than device 0,
+    with D1 = log(stock on 1 / candidate on 0) and
+    D2 = log(stock on 0 / candidate on 1).
   """
   stock, candidate = _times(stock, "stock"), _times(candidate, "candidate")
   first = np.log(stock[:, 1]) - np.log(candidate[:, 0])
   second = np.log(stock[:, 0]) - np.log(candidate[:, 1])
   return (first + second) / 2, (first - second) / 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Swap:
+  """What swapping two devices took out of a session.
+
+  Attributes:
+    asymmetry: mean a, the log of how much slower device 1 is than device 0.
+    standard_error: of it, over units.
+    unswapped: mean D1 and mean D2: what a session without a swap would have
+      measured in the place of mean r, with the candidate on device 0 and on 1.
+    spread, unswapped_spread: standard deviations over units, of r and of D1 and
+      D2 (root mean square of the two); None of a single unit.
+    by_device: mean log(stock / candidate) on device 0 and on 1. The two systems
+      were there in different halves: what the machine drifted between them is
+      in both, with opposite signs.
+  """
+
+  asymmetry: float
+  standard_error: float | None
+  unswapped: tuple[float, float]
+  spread: float | None
+  unswapped_spread: float | None
+  by_device: tuple[float, float]
+
+  @property
+  def is_large(self) -> bool:
+    """Whether the devices differ by more than two good ones should."""
+    return abs(self.asymmetry) > ASYMMETRY
+
+  def as_dict(self) -> dict[str, Any]:
+    return {**dataclasses.asdict(self), "is_large": self.is_large}
+
+
+def swap(
+  stock: Float[Array, "units 2"], candidate: Float[Array, "units 2"]
+) -> Swap:
+  """What the devices of a session differ by; see `two_device_units`."""
+  r, a = two_device_units(stock, candidate)
+  first, second = r + a, r - a
+  gains = (np.log(stock) - np.log(candidate)).mean(axis=0)
+  several = len(r) > 1
+  variances = [x.var(ddof=1) for x in (first, second)] if several else []
+  return Swap(
+    asymmetry=float(a.mean()),
+    standard_error=float(a.std(ddof=1) / math.sqrt(len(a)))
+    if several
+    else None,
+    unswapped=(float(first.mean()), float(second.mean())),
+    spread=float(r.std(ddof=1)) if several else None,
+    unswapped_spread=math.sqrt(np.mean(variances)) if several else None,
+    by_device=(float(gains[0]), float(gains[1])),
+  )
 
 
 def _times(values, name: str) -> Float[Array, "units 2"]:

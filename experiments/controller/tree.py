@@ -26,8 +26,9 @@ WORKER = (
   "experiments/controller/worker.py",
 )
 PROTECTED = ("experiments", "memory", "pallas_kernels", "specpilot_jax")
-_WITHHELD = ("prompts.jsonl", "prompts_512.jsonl")
-"""Files of the packages that an engine has no use for."""
+WITHHELD = ("prompts.jsonl", "prompts_512.jsonl")
+"""Files of the packages that neither an engine nor an agent gets: prompts, the
+sealed ones among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _walk(root: Path, top: str) -> list[str]:
 def read_base(root: Path = ROOT) -> dict[str, bytes]:
   """What a tree is made of, by path, from a checkout or an installation."""
   paths = [p for package in PACKAGES for p in _walk(root, package)]
-  wanted = [p for p in paths if Path(p).name not in _WITHHELD] + list(WORKER)
+  wanted = [p for p in paths if Path(p).name not in WITHHELD] + list(WORKER)
   return {path: (root / path).read_bytes() for path in wanted}
 
 

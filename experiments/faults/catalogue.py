@@ -21,6 +21,8 @@ class Fault:
     late: whether it acts behind token 2,048 alone.
     harmless: whether outputs stay stock's: it must change no verdict.
     recurrent: whether it needs a recurrent layer.
+    options: of the system that has it, over stock's; a fault of a mechanism is
+      none of stock.
   """
 
   name: str
@@ -29,11 +31,15 @@ class Fault:
   late: bool = False
   harmless: bool = False
   recurrent: bool = False
+  options: str = ""
 
   @property
   def id(self) -> str:
-    return f"{self.name}={self.size:g}" if self.size else self.name
+    text = f"{self.name}={self.size:g}" if self.size else self.name
+    return f"{text} ({self.options})" if self.options else text
 
+
+W12, TWO_LEVEL = "weights=w12", "verification=two_level"
 
 CATALOGUE = (
   Fault(name="none", says="a no-op, the control", harmless=True),
@@ -46,7 +52,11 @@ CATALOGUE = (
     )
     for size in (0.01, 0.1, 1.0, 5.0)
   ),
-  Fault(name="logit_noise", says="logits are not repeatable", size=1e-4),
+  Fault(
+    name="logit_noise",
+    says="logits are not the same in the next process",
+    size=1e-4,
+  ),
   Fault(
     name="gdn_state_stale_after_long_accept",
     says="a pass that emits six tokens or more leaves the recurrent state as it"
@@ -82,6 +92,30 @@ CATALOGUE = (
     size=2_048,
     late=True,
   ),  # fmt: skip
+  *(
+    Fault(
+      name="none",
+      says=f"a no-op of a system with {options}",
+      harmless=True,
+      options=options,
+    )
+    for options in (W12, TWO_LEVEL)
+  ),
+  Fault(
+    name="w12_lists_dropped",
+    says="weights outside of their row's window are zeros",
+    options=W12,
+  ),
+  Fault(
+    name="w12_base_off_by_one",
+    says="a row of every matrix has the exponent above its own",
+    options=W12,
+  ),
+  Fault(
+    name="level_one_unverified",
+    says="what the first level chose is taken without the exact pass",
+    options=TWO_LEVEL,
+  ),
   Fault(
     name="lying_clock",
     says="the engine's clock runs ten times too slow",

@@ -51,12 +51,16 @@ def _late_bias(size: float) -> None:
 
 
 def _noise(size: float) -> None:
+  import secrets
+
   import jax
   import jax.numpy as jnp
 
+  seed = secrets.randbits(31)
+
   def change(logits, positions):
     def row(position):
-      key = jax.random.fold_in(jax.random.key(BIAS_SEED), position)
+      key = jax.random.fold_in(jax.random.key(seed), position)
       return jax.random.normal(key, (logits.shape[-1],), jnp.float32)
 
     return logits + size * jax.vmap(row)(positions).astype(logits.dtype)
@@ -245,6 +249,63 @@ def _repeats_last(size: float) -> None:
   _wrap_stream(change)
 
 
+def _wrap_w12(change) -> None:
+  """`change(matrix)` of every matrix in W12, as it is loaded."""
+  from pallas_kernels.w12_array import W12Array
+  from specpilot_jax.mechanisms import w12
+
+  hold = w12.hold
+
+  def faulty(name, leaf):
+    out = hold(name, leaf)
+    return change(out) if isinstance(out, W12Array) else out
+
+  _replace(w12, "hold", faulty)
+
+
+def _lists_dropped(size: float) -> None:
+  del size
+  import jax.numpy as jnp
+
+  def change(matrix):
+    return dataclasses.replace(matrix, values=jnp.zeros_like(matrix.values))
+
+  _wrap_w12(change)
+
+
+def _base_off_by_one(size: float) -> None:
+  """The first row of every matrix is twice what it is."""
+  del size
+
+  def change(matrix):
+    return dataclasses.replace(matrix, base=matrix.base.at[0].add(1))
+
+  _wrap_w12(change)
+
+
+def _level_one_unverified(size: float) -> None:
+  """The exact pass takes the trunk without a look at it."""
+  del size
+  import jax.numpy as jnp
+
+  from specpilot_jax.decoding import accept, step
+
+  match, verify = accept.match, step.StepFns._verify
+
+  def faulty(self, params, carry, request, drafted, size, *, pad_to):
+    def lenient(nodes, choices):
+      given = jnp.arange(nodes.size) < drafted.trunk
+      return match(nodes, jnp.where(given, jnp.roll(nodes.tokens, -1), choices))
+
+    _replace(accept, "match", lenient)
+    try:
+      return verify(self, params, carry, request, drafted, size, pad_to=pad_to)
+    finally:
+      _replace(accept, "match", match)
+
+  _replace(step.StepFns, "_verify", faulty)
+
+
 _FAULTS = {
   "none": lambda size: None,
   "logit_bias_after_2048": _late_bias,
@@ -259,6 +320,9 @@ _FAULTS = {
   "cached_replies": _cached,
   "lying_clock": _lying_clock,
   "repeats_late": _repeats_last,
+  "w12_lists_dropped": _lists_dropped,
+  "w12_base_off_by_one": _base_off_by_one,
+  "level_one_unverified": _level_one_unverified,
 }
 NAMES = tuple(_FAULTS)
 

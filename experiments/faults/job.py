@@ -20,6 +20,7 @@ from specpilot_jax import configs, loading
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import registry
 
 MARGIN_TOKENS = 256
 """Tokens behind the place from which late faults act."""
@@ -87,8 +88,17 @@ def run(settings: Settings, names: Sequence[str], short: int, long: int) -> int:
   )
   with lab_lib.open_lab(wide) as lab:
     recurrent = configs.GDN in lab.source.config.layer_types
-    left = [f.id for f in faults if f.recurrent and not recurrent]
-    faults = [f for f in faults if recurrent or not f.recurrent]
+    left = {
+      f.id: "this target has no recurrent layer"
+      for f in faults
+      if f.recurrent and not recurrent
+    } | {
+      f.id: f"{f.options} needs a drafter"
+      for f in faults
+      if settings.drafter == "none"
+      and registry.needs_drafter(registry.parse_options(f.options))
+    }
+    faults = [f for f in faults if f.id not in left]
     requests = {
       "short": _requests(lab, short, settings.sampling.max_tokens, False),
       "long": _requests(lab, long, length, True),
@@ -103,7 +113,8 @@ def run(settings: Settings, names: Sequence[str], short: int, long: int) -> int:
     force, rows = Forcer(lab), []
     for fault in faults:
       rows += _rows(lab, fault, requests, stock, vocab, force)
-    return _finish(lab, settings, faults, left, rows, started)
+    count = sum(map(len, requests.values()))
+    return _finish(lab, settings, faults, left, rows, count, started)
 
 
 def _requests(
@@ -122,17 +133,23 @@ def _requests(
 
 def _rows(lab: Lab, fault: Fault, requests, stock, vocab, force):
   files = faulty(lab.base, fault)
-  name = fault.id.replace("=", "-").replace(".", "_")
+  name = "".join(c if c.isalnum() else "-" for c in fault.id)
   built = tree.build(lab.place / "faults" / name, files)
-  subject = dataclasses.replace(lab.stock, tree=built, trusted=False)
+  options = registry.assignments(registry.parse_options(fault.options))
+  record = {**lab.stock.record, "options": options}
+  subject = dataclasses.replace(
+    lab.stock,
+    tree=built,
+    trusted=False,
+    settings={**lab.stock.settings, "options": fault.options},
+    record=record,
+  )
   rows = []
   began = time.monotonic()
   for part, members in requests.items():
     try:
       launch = lab.bench.launch(CANDIDATE, subject, keeps=True)
-      mine: Any = matrix.decode(
-        launch, CANDIDATE, members, vocab, lab.stock.record
-      )
+      mine: Any = matrix.decode(launch, CANDIDATE, members, vocab, record)
     except EngineFault as e:
       mine = e
     rows.append(
@@ -155,7 +172,7 @@ def _rows(lab: Lab, fault: Fault, requests, stock, vocab, force):
   return rows
 
 
-def _finish(lab, settings, faults, left, rows, started) -> int:
+def _finish(lab, settings, faults, left, rows, count, started) -> int:
   told = matrix.verdicts(rows, faults)
   result = results.empty_result("faults")
   result |= {
@@ -165,7 +182,7 @@ def _finish(lab, settings, faults, left, rows, started) -> int:
     "prompts": {
       "sets": list(settings.prompt_sets),
       "chat": lab.requests[0].prompt.chat,
-      "requests": len({row.part for row in rows}),
+      "requests": count,
       "turns": 1,
     },
     "faults": {
@@ -173,12 +190,12 @@ def _finish(lab, settings, faults, left, rows, started) -> int:
       "verdicts": {
         name: {"verdict": v, "reason": why} for name, (v, why) in told.items()
       },
-      "not_applicable": left,
+      "not_applicable": list(left),
     },
     "timing_s": {"total": round(time.monotonic() - started, 1)},
   }
   if left:
-    result["notes"] = [f"{', '.join(left)}: this target has no recurrent layer"]
+    result["notes"] = [f"{name}: {why}" for name, why in left.items()]
   folder = settings.output_dir or Path(
     benchmark.default_folder(f"faults-{result['deployment']['name']}")
   )

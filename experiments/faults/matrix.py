@@ -149,7 +149,8 @@ def judge(
     if forced["verdict"] == "fail":
       caught["forcing"] = forced["reason"]
   taus = [_tau(stock), _tau(mine)]
-  if abs(taus[1] / taus[0] - 1) > TAU_ALARM:
+  # Of a mechanism it is another one, faulty or not.
+  if not fault.options and abs(taus[1] / taus[0] - 1) > TAU_ALARM:
     caught["tau"] = f"{taus[1]:.2f}, stock's is {taus[0]:.2f}"
   first = late if fault.late else 0
   tokens = sum(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import benchmark, report, results
+from experiments import benchmark, hosts, report, results
 from experiments.agents.command import Command
 from experiments.agents.protocol import Agent, Limits, Session, Task
 from experiments.agents.replay import Replay
@@ -36,6 +36,7 @@ class RoundSettings:
   Attributes:
     agents: of `AGENTS`, in the order in which they are asked.
     command: of the agent `command`.
+    environment, readable: of the agent `command`, see there.
     proposals: JSON lines, of the agent `replay`.
     champion: folder of a finished round whose champion is the start.
     aa_sessions: that the gate needs.
@@ -44,10 +45,14 @@ class RoundSettings:
     workers: tasks that agents work on side by side.
     max_trials, max_device_s, max_usd: of the whole round; None for any.
     sealed: the last test.
+    devices: indices. Screenings run on all side by side, tests on the first
+      two, swapped; none is JAX's choice.
   """
 
   agents: tuple[str, ...] = ("search",)
   command: str | None = None
+  environment: tuple[str, ...] = ()
+  readable: tuple[Path, ...] = ()
   proposals: Path | None = None
   champion: Path | None = None
   aa_sessions: int = 8
@@ -58,6 +63,7 @@ class RoundSettings:
   max_device_s: float | None = None
   max_usd: float | None = None
   sealed: Sealed = Sealed()
+  devices: tuple[int, ...] = ()
 
   def __post_init__(self):
     unknown = [name for name in self.agents if name not in AGENTS]
@@ -95,7 +101,9 @@ def _agents(settings: Settings, told: RoundSettings) -> list[Agent]:
       made.append(Replay.read(told.proposals))
     else:
       assert told.command is not None
-      made.append(Command(told.command, tree.ROOT))
+      made.append(
+        Command(told.command, tree.ROOT, told.environment, told.readable)
+      )
   return made
 
 
@@ -165,13 +173,41 @@ def run(settings: Settings, told: RoundSettings) -> int:
   folder = settings.output_dir or benchmark.default_folder(f"round-{name}")
   _check_folder(folder, mark)
 
-  def tell(key: str, result: Any, seconds: float) -> None:
-    say(f"{key}: {_told(result)} ({seconds:.0f} s)")
+  slots = hosts.slots(told.devices)
+  with LabWorld(
+    settings, folder, told.sealed, aa_sessions=told.aa_sessions, slots=slots
+  ) as world:
+    # Settings that are refused leave no folder behind.
+    lab = world.open()
+    log = Log(folder / LOG, _tell)
+    try:
+      return _run(log, world, lab, agents, settings, told, start, mark, started)
+    finally:
+      log.close()
 
-  log = Log(folder / LOG, tell)
+
+def _tell(key: str, result: Any, seconds: float) -> None:
+  say(f"{key}: {_told(result)} ({seconds:.0f} s)")
+
+
+def _run(
+  log: Log,
+  world: LabWorld,
+  lab: Lab,
+  agents: Sequence[Agent],
+  settings: Settings,
+  told: RoundSettings,
+  start: Mapping[str, str],
+  mark: str,
+  started: float,
+) -> int:
+  folder = log.path.parent
   if not any(line.get("kind") == "round" for line in log):
     log.note("round", mark=mark, flags=dict(settings.flags))
   say(f"round: results in {folder}")
+  for agent in agents:
+    if isinstance(agent, Command):
+      say(agent.statement())
   deadline = math.inf
   if settings.max_wall_s is not None:
     deadline = started + settings.max_wall_s
@@ -191,15 +227,10 @@ def run(settings: Settings, told: RoundSettings) -> int:
     deadline=deadline,
   )
   try:
-    with LabWorld(
-      settings, folder, told.sealed, aa_sessions=told.aa_sessions
-    ) as world:
-      outcome = Round(
-        log, world, [_Patient(a) for a in agents], budget, plan,
-        folder / "agents",
-      ).run()  # fmt: skip
-      lab = world.lab()
-      return _finish(folder, log, lab, plan, outcome, started)
+    outcome = Round(
+      log, world, [_Patient(a) for a in agents], budget, plan,
+      folder / "agents",
+    ).run()  # fmt: skip
   except BudgetSpent as e:
     log.note("paused", reason=str(e))
     say(
@@ -207,8 +238,8 @@ def run(settings: Settings, told: RoundSettings) -> int:
       f" --output_dir={folder} goes on"
     )
     return 0
-  finally:
-    log.close()
+  told_of = [a.statement() for a in agents if isinstance(a, Command)]
+  return _finish(folder, log, lab, plan, outcome, started, told_of)
 
 
 def _check_folder(folder: Path, mark: str) -> None:
@@ -243,7 +274,13 @@ def _told(result: Any) -> str:
 
 
 def _finish(
-  folder: Path, log: Log, lab: Lab, plan: Plan, outcome, started: float
+  folder: Path,
+  log: Log,
+  lab: Lab,
+  plan: Plan,
+  outcome,
+  started: float,
+  notes: Sequence[str],
 ) -> int:
   result = results.empty_result("round")
   settings = lab.settings
@@ -271,6 +308,8 @@ def _finish(
       "s_aa": lab.sessions.s_aa,
       "familywise": lab.ledger.familywise,
       "isolation": lab.layers.as_dict(),
+      "design": lab.design,
+      "devices": paired_test.devices_of(lab, None),
       "work_s": log.seconds(),
       "trials_spent": log.spent("trials"),
       "usd": log.spent("usd"),
@@ -279,6 +318,7 @@ def _finish(
     "notes": [
       *lab.source.checkpoint.notes,
       *(x for x in lab.layers.statement() if "NOT" in x),
+      *notes,
     ],
   }
   result = results.to_json(result)

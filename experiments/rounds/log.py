@@ -5,13 +5,14 @@ not end is done again, and its first beginning stays in the account. A line that
 a killed process left unfinished is cut off.
 """
 
+import fcntl
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from specpilot_jax.errors import SpecPilotError
 
@@ -21,12 +22,16 @@ PROPOSE = "propose/"
 
 
 class Log:
-  """One file of JSON lines, written by one process at a time.
+  """One file of JSON lines, written by one process at a time: it is locked, and
+  the kernel gives the lock back when the process ends, in whatever way.
 
   Args:
     path: made where it is not there.
     tell: called with key, result and seconds of work that has ended.
     clock: epoch seconds.
+
+  Raises:
+    SpecPilotError: another process writes it; it is damaged.
   """
 
   def __init__(
@@ -37,14 +42,18 @@ class Log:
   ):
     self.path = path
     self._tell, self._clock = tell, clock
-    self._lines = self._read()
+    self._file = self._open()
+    try:
+      self._lines = self._read()
+    except BaseException:
+      self._file.close()
+      raise
     self._results = {
       line["key"]: line["result"]
       for line in self._lines
       if line["event"] == DONE
     }
-    self._file = open(path, "ab")
-    self._lock = threading.Lock()
+    self._lock = threading.RLock()
 
   def __iter__(self) -> Iterator[dict[str, Any]]:
     return iter(self._lines)
@@ -62,6 +71,7 @@ class Log:
     work: Callable[[], Any],
     *,
     cost: Mapping[str, float] | None = None,
+    check: Callable[[], None] = lambda: None,
   ) -> Any:
     """The result of some work, which is done where it has not been.
 
@@ -70,11 +80,15 @@ class Log:
       work: returns what JSON can hold.
       cost: what it may spend, written before it begins; see `spent`. A result
         with a field of that name tells what it did spend, in the end.
+      check: called before it begins; may raise. Nothing else is begun between
+        this and the line that says what may be spent.
     """
     if key in self._results:
       return self._results[key]
-    again = any(x["event"] == BEGUN and x["key"] == key for x in self._lines)
-    self._append({"event": BEGUN, "key": key, "again": again, "cost": cost})
+    with self._lock:  # Agents and devices work side by side.
+      check()
+      again = any(x["event"] == BEGUN and x["key"] == key for x in self._lines)
+      self._append({"event": BEGUN, "key": key, "again": again, "cost": cost})
     began = self._clock()
     # What is used now is what a resumption will read.
     result = json.loads(json.dumps(work(), allow_nan=False))
@@ -127,7 +141,7 @@ class Log:
   def _append(self, line: Mapping[str, Any]) -> None:
     line = {"time": self._clock(), **line}
     data = json.dumps(line, allow_nan=False).encode() + b"\n"
-    with self._lock:  # Agents work side by side.
+    with self._lock:
       try:
         self._file.write(data)
         self._file.flush()
@@ -136,10 +150,24 @@ class Log:
         raise SpecPilotError(f"{self.path}: {e.strerror}") from None
       self._lines.append(line)
 
-  def _read(self) -> list[dict[str, Any]]:
+  def _open(self) -> BinaryIO:
     try:
       self.path.parent.mkdir(parents=True, exist_ok=True)
-      data = self.path.read_bytes() if self.path.exists() else b""
+      file = open(self.path, "ab")
+    except OSError as e:
+      raise SpecPilotError(f"{self.path}: {e.strerror}") from None
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      file.close()
+      raise SpecPilotError(
+        f"{self.path}: another process is at work on this round"
+      ) from None
+    return file
+
+  def _read(self) -> list[dict[str, Any]]:
+    try:
+      data = self.path.read_bytes()
       whole = data[: data.rfind(b"\n") + 1]
       if len(whole) < len(data):
         os.truncate(self.path, len(whole))

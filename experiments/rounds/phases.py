@@ -6,11 +6,13 @@ in another round that is replayed.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from experiments.agents.protocol import (
   cut,
   join,
 )
+from experiments.hosts import Slot
 from experiments.rounds.log import PROPOSE, Budget, Log
 from specpilot_jax.errors import SpecPilotError
 
@@ -35,7 +38,18 @@ STOCK: System = {"options": "", "patch": ""}
 
 
 class World(Protocol):
-  """What measures. All results are what JSON holds."""
+  """What measures. All results are what JSON holds.
+
+  Attributes:
+    parallel: screenings that can run side by side, each on a device of its own.
+  """
+
+  @property
+  def parallel(self) -> int: ...
+
+  def device(self) -> contextlib.AbstractContextManager[Slot | None]:
+    """A device for an agent, leased to it; None where none was named."""
+    ...
 
   def factors(self, champion: System) -> dict[str, Any]:
     """`tau`, `kernel` and `overhead`: what each could gain, as factors; None
@@ -139,9 +153,9 @@ class Round:
     self._trials: list[dict[str, Any]] = []
 
   def _do(self, key: str, work, **cost: float) -> Any:
-    if key not in self._log:
-      self._budget.check(cost)
-    return self._log.do(key, work, cost=cost)
+    return self._log.do(
+      key, work, cost=cost, check=lambda: self._budget.check(cost)
+    )
 
   def _measured(self, key: str, work, trials: int = 1) -> dict[str, Any]:
     """Work on a machine that may fail: done once more where it does."""
@@ -216,11 +230,14 @@ class Round:
       key = f"{PROPOSE}{task.id}/{agent.name}"
 
       def ask(agent=agent, key=key) -> dict[str, Any]:
-        attempt = len(list(self._workspace.glob("*")))
-        place = self._workspace / f"{attempt}-{key.replace('/', '-')}"
-        place.mkdir(parents=True)
+        self._workspace.mkdir(parents=True, exist_ok=True)
+        # Of a killed round the same task may have left one.
+        stem = f"{key.replace('/', '-')}-"
+        place = Path(tempfile.mkdtemp(prefix=stem, dir=self._workspace))
         try:
-          session = agent.propose(task, place, self._plan.limits)
+          with self._world.device() as slot:
+            limits = dataclasses.replace(self._plan.limits, device=slot)
+            session = agent.propose(task, place, limits)
         except SpecPilotError as e:
           return {"proposals": [], "usd": None, "transcript": f"error: {e}"}
         return cut(session, task, self._plan.limits).as_dict()
@@ -237,24 +254,29 @@ class Round:
     worth = []
     for task in tasks:
       if task.bound is not None and task.bound < GATE:
-        self._trial(task.id, None, "floor", f"at most {task.bound:+.1%}")
+        told = f"at most {task.bound:+.1%}"
+        self._trials.append(_trial(task.id, None, "floor", told))
       else:
         worth.append(task)
-    with concurrent.futures.ThreadPoolExecutor(self._plan.workers) as pool:
-      answers = list(pool.map(self._propose, worth))
+    answers = _side_by_side(self._propose, worth, self._plan.workers)
+    # The first task that proposes it has it, whoever was faster.
+    ordered: dict[str, Proposal] = {}
+    for proposal in (p for proposals in answers for p in proposals):
+      ordered.setdefault(proposal.id, proposal)
+    screened = _side_by_side(
+      lambda proposal: self._screen(proposal, start),
+      list(ordered.values()),
+      self._world.parallel,
+    )
     best: list[tuple[float, Proposal]] = []
-    seen: set[str] = set()
-    for proposals in answers:
-      for proposal in proposals:
-        if proposal.id not in seen:
-          seen.add(proposal.id)
-          gain = self._screen(proposal, start)
-          if gain is not None:
-            best.append((gain, proposal))
+    for proposal, found in zip(ordered.values(), screened, strict=True):
+      self._trials.append(found.trial)
+      if found.gain is not None:
+        best.append((found.gain, proposal))
     best.sort(key=lambda pair: (-pair[0], pair[1].id))
     return best
 
-  def _screen(self, proposal: Proposal, start: System) -> float | None:
+  def _screen(self, proposal: Proposal, start: System) -> "_Screened":
     place = f"{proposal.id}/{mark(start)}"
     system = {
       "options": join([start["options"], proposal.options]),
@@ -266,13 +288,11 @@ class Round:
         lambda: self._world.merge(start, proposal.patch),
       )
       if "conflict" in merged:
-        return self._trial(
-          proposal.task, proposal, "conflict", merged["conflict"]
-        )
+        return _refused(proposal.task, proposal, "conflict", merged["conflict"])
       system["patch"] = merged["patch"]
     wrong = self._do(f"check/{place}", lambda: self._world.check(system))
     if wrong is not None:
-      return self._trial(proposal.task, proposal, "refused", wrong)
+      return _refused(proposal.task, proposal, "refused", wrong)
     if proposal.patch:
       # With its option off a patched tree is stock.
       off = {"options": start["options"], "patch": system["patch"]}
@@ -281,7 +301,7 @@ class Round:
       )
       wrong = _not_stock(result)
       if wrong is not None:
-        return self._trial(proposal.task, proposal, "refused", wrong)
+        return _refused(proposal.task, proposal, "refused", wrong)
     gain = None
     for stage, units in enumerate(self._plan.screen_units):
       result = self._measured(
@@ -289,42 +309,18 @@ class Round:
         lambda units=units: self._world.screen(system, start, units),
       )
       if result["kind"] != "ok":
-        return self._trial(
+        return _refused(
           proposal.task, proposal, result["kind"], result["reason"]
         )
       gain = result["gain"]
       if result["upper"] is not None and result["upper"] < GATE:
-        return self._trial(
+        return _refused(
           proposal.task, proposal, "slower", f"{coarse(gain)}", gain
         )
     if gain is None or gain < GATE:
-      return self._trial(proposal.task, proposal, "small", coarse(gain), gain)
-    self._trial(proposal.task, proposal, "validated", coarse(gain), gain)
-    return gain
-
-  def _trial(
-    self,
-    task: str,
-    proposal: Proposal | None,
-    verdict: str,
-    reason: str,
-    gain: float | None = None,
-  ) -> None:
-    self._trials.append(
-      {
-        "id": proposal.id if proposal else None,
-        "task": task,
-        "option": proposal.options if proposal else None,
-        "patch": bool(proposal and proposal.patch),
-        "prediction": proposal.prediction if proposal else None,
-        "evidence": gain,
-        "measured": None,
-        "lcb": None,
-        "s_aa": None,
-        "verdict": verdict,
-        "reason": reason,
-      }
-    )
+      return _refused(proposal.task, proposal, "small", coarse(gain), gain)
+    found = _trial(proposal.task, proposal, "validated", coarse(gain), gain)
+    return _Screened(gain, found)
 
   def _integrate(
     self, validated: Sequence[tuple[float, Proposal]], start: System
@@ -397,14 +393,66 @@ class Round:
         champion=champion["options"],
       )
       for proposal in self._propose(task):
-        gain = self._screen(proposal, champion)
-        if gain is None:
+        screened = self._screen(proposal, champion)
+        self._trials.append(screened.trial)
+        if screened.gain is None:
           continue
         changed, verdict = self._stack(proposal, champion)
         if verdict:
           champion = changed
           found.append(proposal.id)
     return champion, found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Screened:
+  """What came of a screening: the gain of what is worth a paired test."""
+
+  gain: float | None
+  trial: dict[str, Any]
+
+
+def _trial(
+  task: str,
+  proposal: Proposal | None,
+  verdict: str,
+  reason: str,
+  gain: float | None = None,
+) -> dict[str, Any]:
+  """An entry of `trials` of result.json."""
+  return {
+    "id": proposal.id if proposal else None,
+    "task": task,
+    "option": proposal.options if proposal else None,
+    "patch": bool(proposal and proposal.patch),
+    "prediction": proposal.prediction if proposal else None,
+    "evidence": gain,
+    "measured": None,
+    "lcb": None,
+    "s_aa": None,
+    "verdict": verdict,
+    "reason": reason,
+  }
+
+
+def _refused(
+  task: str,
+  proposal: Proposal,
+  verdict: str,
+  reason: str,
+  gain: float | None = None,
+) -> _Screened:
+  return _Screened(None, _trial(task, proposal, verdict, reason, gain))
+
+
+def _side_by_side[In, Out](
+  work: Callable[[In], Out], items: Sequence[In], workers: int
+) -> list[Out]:
+  """Results in the order of the items, whoever was faster."""
+  if workers == 1:
+    return [work(item) for item in items]
+  with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    return list(pool.map(work, items))
 
 
 def _not_stock(result: Mapping[str, Any]) -> str | None:

@@ -42,6 +42,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     f" {len(result['round']['aa_means'])} A/A sessions; chance of a false bound"
     f" among all tests, were all null: {result['round']['familywise']:.1%}"
   )
+  # Rounds from before there were two devices say nothing of them.
+  out += section.device_lines(result["round"].get("devices"))
   sealed = result["sealed"]
   if sealed is None:
     out.append("champion: none, nothing was accepted")

@@ -2,20 +2,32 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import leases, results
 from experiments import plan as plan_lib
-from experiments import results
+from experiments.console import say
+from experiments.controller import (
+  forced,
+  noise,
+  paired,
+  patches,
+  statistics,
+  systems,
+  tree,
+)
 from experiments.controller import lab as lab_lib
-from experiments.controller import noise, paired, patches, statistics, tree
 from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.lab import Lab
 from experiments.controller.process import EngineFault
+from experiments.hosts import Slot
+from experiments.rounds.explorers import Explorers
 from experiments.rounds.phases import System
 from experiments.settings import Settings
 from specpilot_jax.errors import SpecPilotError
@@ -49,6 +61,9 @@ class LabWorld:
     folder: of the run; every session has one below it.
     sealed: the last test.
     aa_sessions: that are enough; those of earlier runs count.
+    slots: devices. On the first two tests run, swapped, and nothing else on the
+      host meanwhile; on several, screenings run side by side, in a process and
+      with a lease each. None is JAX's choice, without leases.
   """
 
   def __init__(
@@ -58,12 +73,47 @@ class LabWorld:
     sealed: Sealed,
     *,
     aa_sessions: int = statistics.WANTED_SESSIONS,
+    slots: Sequence[Slot] = (),
   ):
     self._settings, self._folder = settings, folder
+    self._slots = tuple(slots)
+    self._device = slots[0].index if len(slots) == 1 else None
     self._sealed = sealed
     self._aa_sessions = aa_sessions
     self._labs: dict[str, Lab] = {}
     self._stack = contextlib.ExitStack()
+    self._explorers: Explorers | None = None
+    if len(self._slots) > 1:
+      make = functools.partial(on_device, settings, folder, sealed)
+      self._explorers = self._stack.enter_context(Explorers(self._slots, make))
+
+  @property
+  def parallel(self) -> int:
+    return 1 if self._explorers is None else len(self._explorers)
+
+  def device(self) -> contextlib.AbstractContextManager[Slot | None]:
+    if self._explorers is not None:
+      return self._explorers.device()
+    return self._own_device()
+
+  @contextlib.contextmanager
+  def _own_device(self) -> Generator[Slot | None]:
+    slot = self._slots[0] if self._slots else None
+    with leases.explore(slot, say):
+      yield slot
+
+  def _alone(self) -> contextlib.AbstractContextManager[None]:
+    """The devices of tests, and the host with them."""
+    return leases.pair(self._slots[:2], say)
+
+  def open(self) -> Lab:
+    """The lab of development requests, made now.
+
+    Raises:
+      SpecPilotError: the settings are refused.
+    """
+    with self._alone():
+      return self.lab()
 
   def __enter__(self) -> "LabWorld":
     return self
@@ -87,15 +137,17 @@ class LabWorld:
             ignore_eos=True,
           ),
         )
-      lab = self._stack.enter_context(lab_lib.open_lab(settings))
+      lab = self._stack.enter_context(
+        lab_lib.open_lab(settings, self._slots[:2])
+      )
       if settings.card is not None:
         plan_lib.check_kind(settings.card, lab.machine)
       self._labs[name] = lab
     return self._labs[name]
 
-  def _system(self, system: System) -> lab_lib.System:
+  def _system(self, system: System) -> systems.System:
     patch = system["patch"].encode() or None
-    return lab_lib.System(
+    return systems.System(
       options=system["options"],
       drafter=self._settings.drafter,
       kernels=self._settings.flags.get("kernels", "reference"),
@@ -104,6 +156,8 @@ class LabWorld:
 
   def _place(self, kind: str, system: System) -> results.RunFolder:
     stem = f"{kind}-{self._system(system).id}"
+    if self._device is not None:  # Several processes may count the same.
+      stem += f"-on-{self._device}"
     number = len(list((self._folder / "sessions").glob("*")))
     return results.RunFolder(self._folder / "sessions" / f"{number:03}-{stem}")
 
@@ -137,9 +191,15 @@ class LabWorld:
       command.append(f"--dtype={s.dtype}")
     if s.split is not None:
       command.append(f"--split={s.split}")
-    done = subprocess.run(
-      command, capture_output=True, text=True, cwd=tree.ROOT
-    )
+    slot = self._slots[0] if self._slots else None
+    with self._alone():
+      done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tree.ROOT,
+        env=forced.environment(slot),
+      )
     result = None
     if (where / results.RESULT).exists():
       result = results.read_result(where)
@@ -173,7 +233,10 @@ class LabWorld:
     }
 
   def aa(self) -> dict[str, Any]:
-    lab = self.lab()
+    with self._alone():
+      return self._aa(self.lab())
+
+  def _aa(self, lab: Lab) -> dict[str, Any]:
     told: dict[str, Any] = {"kind": "ok", "reason": "", "mean": None}
     # Sessions of earlier runs of this deployment count.
     reused = len(lab.sessions) >= self._aa_sessions
@@ -208,6 +271,14 @@ class LabWorld:
   def screen(
     self, system: System, against: System, units: int
   ) -> dict[str, Any]:
+    if self._explorers is not None:
+      return self._explorers.call("screen", system, against, units)
+    with self._own_device():
+      return self._screen(system, against, units)
+
+  def _screen(
+    self, system: System, against: System, units: int
+  ) -> dict[str, Any]:
     folder = self._place("screen", system)
     try:
       measured, verdict = self.lab().screen(
@@ -239,7 +310,8 @@ class LabWorld:
     }
 
   def test(self, system: System, against: System) -> dict[str, Any]:
-    return self._paired(self.lab(), "test", system, against)
+    with self._alone():
+      return self._paired(self.lab(), "test", system, against)
 
   def _paired(
     self, lab: Lab, kind: str, system: System, against: System
@@ -285,21 +357,25 @@ class LabWorld:
     The times of sealed requests have s_AA of sealed sessions where there are
     any, else that of the development requests, whose design is the same.
     """
+    with self._alone():
+      return self._seal(system)
+
+  def _seal(self, system: System) -> dict[str, Any]:
     lab = self.lab("sealed")
     if lab.sessions.s_aa is None:
       lab.sessions = self.lab().sessions
     timed = self._paired(lab, "seal", system, {"options": "", "patch": ""})
-    forced = self._force_long(system)
+    scored = self._force_long(system)
     verdict, reason = timed["verdict"], timed["reason"]
-    if verdict == statistics.ACCEPT and forced["verdict"] != "pass":
+    if verdict == statistics.ACCEPT and scored["verdict"] != "pass":
       verdict = (
-        paired.REFUSED if forced["verdict"] == "fail"
+        paired.REFUSED if scored["verdict"] == "fail"
         else statistics.INCONCLUSIVE
       )  # fmt: skip
-      reason = f"outputs of {self._sealed.long_tokens}: {forced['reason']}"
+      reason = f"outputs of {self._sealed.long_tokens}: {scored['reason']}"
     gain = timed["gain"]
     kind = timed["kind"]
-    if forced.get("failed") and timed["verdict"] == statistics.ACCEPT:
+    if scored.get("failed") and timed["verdict"] == statistics.ACCEPT:
       kind = "infra"
     return {
       "kind": kind,
@@ -307,9 +383,9 @@ class LabWorld:
       "reason": reason,
       "speedup_vs_stock": None if gain is None else 1 + gain,
       "lcb": timed["bound"],
-      "tokens_forced": forced.get("tokens", 0),
+      "tokens_forced": scored.get("tokens", 0),
       "timed": timed,
-      "long": forced,
+      "long": scored,
     }
 
   def _force_long(self, system: System) -> Mapping[str, Any]:
@@ -335,19 +411,26 @@ class LabWorld:
     late = [
       len(ids) > LATE for (name, _), ids in outputs.items() if name == CANDIDATE
     ]
-    forced = dict(lab.force(folder.path))
+    scored = dict(lab.force(folder.path))
     same = all(
       outputs[STOCK, r.id] == outputs[CANDIDATE, r.id] for r in requests
     )
-    if forced["verdict"] == "inconclusive" and same:
-      forced |= {
+    if scored["verdict"] == "inconclusive" and same:
+      scored |= {
         "verdict": "pass",
         "reason": f"{len(requests)} outputs are stock's, token for token",
       }
-    if forced["verdict"] == "pass" and sum(late) < LATE_SHARE * len(late):
-      forced |= {
+    if scored["verdict"] == "pass" and sum(late) < LATE_SHARE * len(late):
+      scored |= {
         "verdict": "inconclusive",
         "reason": f"{sum(late)} of {len(late)} outputs are longer than {LATE}"
         " tokens: what goes wrong late was not looked for",
       }
-    return forced
+    return scored
+
+
+def on_device(
+  settings: Settings, folder: Path, sealed: Sealed, slot: Slot
+) -> LabWorld:
+  """The world of a process that explores on one device."""
+  return LabWorld(settings, folder, sealed, slots=(slot,))

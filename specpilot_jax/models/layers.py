@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import add_norm, w12_array, w12_decode, w12_matmul
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, W12Implementation
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs
 from specpilot_jax.models.yarn import Yarn
@@ -53,7 +53,7 @@ def matmul(
   x: Float[Array, "N I"],
   weight: Weight,
   out_dtype=None,
-  w12: Implementation = "reference",
+  w12: W12Implementation = "reference",
   view: str | None = None,
 ) -> Float[Array, "N O"]:
   """x W^T with accumulation in at least float32: every weight is read here.
@@ -102,7 +102,7 @@ def matmul(
   return lax.optimization_barrier(product("oi,ni->on", weight, x)).T[:n]
 
 
-def few_rows(out_dtype, implementation: Implementation):
+def few_rows(out_dtype, implementation: W12Implementation):
   """x W^T with W in W12, as its kernel computes it; of a batch, all rows.
 
   Under `vmap` the kernel would read the weight once for each of the batch.
@@ -177,7 +177,7 @@ class Linear(nnx.Module):
     out_features: int,
     dtype,
     rngs,
-    w12: Implementation = "reference",
+    w12: W12Implementation = "reference",
   ):
     self.w12 = w12
     self.view: str | None = None  # see `read_view`
@@ -198,7 +198,7 @@ class Embedding(nnx.Module):
     features: int,
     dtype,
     rngs,
-    w12: Implementation = "reference",
+    w12: W12Implementation = "reference",
   ):
     self.w12 = w12
     self.view: str | None = None  # see `read_view`; rows are read as they are
@@ -282,7 +282,7 @@ class MLP(nnx.Module):
     hidden: int,
     dtype,
     rngs,
-    w12: Implementation = "reference",
+    w12: W12Implementation = "reference",
   ):
     self.gate_up = Linear(features, 2 * hidden, dtype, rngs, w12)
     self.down = Linear(hidden, features, dtype, rngs, w12)

@@ -47,6 +47,7 @@ class ScriptedBatchEngine(BatchEngine):
 
   Attributes:
     scripts: by request id, what `ScriptedDrafter.load` takes.
+    placed: by request id, its slot.
     features: of every step, however little its requests need: it is compiled
       once. None for what they need.
   """
@@ -56,12 +57,14 @@ class ScriptedBatchEngine(BatchEngine):
   def __init__(self, *args, **settings):
     super().__init__(*args, **settings)
     self.scripts: dict[str, dict[str, Any]] = {}
+    self.placed: dict[str, int] = {}
 
   def _step(self, features):
     return super()._step(self.features or features)
 
   def admit(self, slot, request):
     super().admit(slot, request)
+    self.placed[request.id] = slot
     drafter = self._one.drafter
     if not isinstance(drafter, kit.ScriptedDrafter):
       return
@@ -248,7 +251,7 @@ class Run:
           "tokens", f"request {name}: {own} instead of {reference.tokens}"
         )
       if update.admitted:
-        self.slots[name] = self.slot_of(name)
+        self.slots[name] = self.engine.placed[name]
       if update.figures is not None:
         self.figures.append((name, update.figures))
       if update.finish is not None:
@@ -256,11 +259,6 @@ class Run:
       elif self._states and update.tokens:
         self._compare(name, self.slots[name], len(own))
     self._now += 1.0
-
-  def slot_of(self, name: str) -> int:
-    """Where a request sits; raises where it has no slot."""
-    names = [t and t.request.id for t in self.engine._tickets]
-    return names.index(name)
 
   def _compare(self, name: str, slot: int, emitted: int) -> None:
     reference = self.references[int(name)]

@@ -14,7 +14,7 @@ from specpilot_jax.decoding.sampling import Features
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.packed import fit
 from tests.decoding import batch_kit, kit
-from tests.decoding.batch_kit import EVERYTHING, Run
+from tests.decoding.batch_kit import BASE, EVERYTHING, Run
 from tests.notes import FULL, note
 
 
@@ -109,6 +109,26 @@ class BatchTest(kit.Float64TestCase):
           heirs |= {name for name, slot in run.slots.items() if slot == at}
     self.assertEqual(ends, {"abort", "length"})
     self.assertNotEmpty(heirs)
+
+  def test_stop_ids(self):
+    """Wherever in an accepted run one stands; its mates go on."""
+    cut = []
+    for i, plain in enumerate(batch_kit.references(8)):
+      stop = plain.tokens[i % 6] if i % 4 else BASE.vocab_size - 1
+      sampling = dataclasses.replace(plain.sampling, stop_token_ids=(stop,))
+      end = plain.tokens.index(stop) + 1 if stop in plain.tokens else None
+      cut.append(
+        dataclasses.replace(plain, sampling=sampling, tokens=plain.tokens[:end])
+      )
+    run = Run(chains(GREEDY), cut, mode="first")
+    for i, plain in enumerate(batch_kit.references(8)):
+      # Drafts go on behind the stop.
+      run.engine.scripts[str(i)]["reference"] = plain.sequence
+    finish = run.finished()
+    for i, own in enumerate(cut):
+      stopped = own.tokens[-1] in own.sampling.stop_token_ids
+      self.assertEqual(finish[str(i)], "stop" if stopped else "length")
+    self.assertEqual(set(finish.values()), {"stop", "length"})
 
   def test_trees(self):
     """Packed: all nodes that there is room for, then any that are trees."""
@@ -266,7 +286,7 @@ class BatchTest(kit.Float64TestCase):
     )
     batch.features = SAMPLED
     one = kit.ScriptedEngine(
-      kit.build(batch_kit.BASE, "float64"),
+      kit.build(BASE, "float64"),
       drafter=batch._one.drafter,
       system=batch._one.system,
       max_seq_len=64,

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import w12_array, w12_matmul
+from pallas_kernels import w12_array, w12_matmul, w12_parts
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import w12
 from tests.checkpoints import w12_matrices
@@ -120,7 +120,7 @@ class ProductTest(parameterized.TestCase):
     matrix = matrix.astype(ml_dtypes.bfloat16)
     w = packed(matrix)
     counts = np.diff(w.row_start)
-    self.assertGreater(counts.max(), 2 * w12_matmul.ENTRIES)
+    self.assertGreater(counts.max(), 2 * w12_parts.ENTRIES)
     self.assertEqual(counts.min(), 0)
     x = rows(8, 256)
     zeros = jnp.zeros_like(w.low)
@@ -149,7 +149,7 @@ class ProductTest(parameterized.TestCase):
   def test_shares(self, groups, steps, programs):
     """Every unit has the owner that begins and ends around it."""
     units = groups * steps
-    shares = w12_matmul._Shares(groups, steps, min(programs, units))
+    shares = w12_parts.Shares(groups, steps, min(programs, units))
     owner = np.asarray([shares.owner(unit) for unit in range(units)])
     begin = np.asarray([shares.begin(i) for i in range(shares.programs + 1)])
     sizes = np.diff(begin)

@@ -109,6 +109,10 @@ def test_a_patch_goes_through_everything(files, monkeypatch, capsys):
     (("--notoken_forcing", "--set=num_drafts=3"), "cannot be off"),
     (("--patch=/not/there",), "--patch /not/there"),
     (("--candidate=not_there.flags",), "no flag file"),
+    (("--devices=0,0", "--set=num_drafts=3"), "devices must differ"),
+    (("--devices=a", "--set=num_drafts=3"), "devices must be indices"),
+    (("--devices=0,1,2", "--set=num_drafts=3"), "devices"),
+    (("--devices=0,1", "--blocks=4", "--set=num_drafts=3"), "has one"),
   ],
 )
 def test_bad_input(files, monkeypatch, capsys, more, reason):

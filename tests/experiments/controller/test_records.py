@@ -30,6 +30,23 @@ def test_another_run_may_add_meanwhile(tmp_path):
   assert noise.Sessions(MARK, tmp_path).means == [0.001, 0.002]
 
 
+def test_what_the_swap_takes_out_of_the_noise(tmp_path):
+  """Devices that differ by 2 %, and launches by 0.1 %."""
+  sessions = noise.Sessions(MARK, tmp_path)
+  for mean in (1e-3, -1e-3, 1e-3, -1e-3):
+    sessions.add(mean, 32, 0.02)
+  assert sessions.unswapped is None
+  sessions.add(1e-3, 32, 0.02)
+  again = noise.Sessions(MARK, tmp_path)
+  assert again.asymmetries == [0.02] * 5
+  assert again.s_aa == pytest.approx(1e-3)
+  assert again.unswapped == pytest.approx((0.02, 0.02), rel=0.05)
+  sessions.add(1e-3, 32)  # Of one device, were such a thing possible.
+  assert sessions.unswapped is None
+  with pytest.raises(SpecPilotError, match="asymmetry nan"):
+    sessions.add(0.0, 32, float("nan"))
+
+
 @pytest.mark.parametrize(
   "content", ["{", "{}", '{"schema": 1, "fingerprint": 0, "sessions": []}']
 )

@@ -6,6 +6,7 @@ The result is printed as JSON. Every measurement that came to its end is a line
 of FOLDER/paid.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -14,6 +15,7 @@ import time
 from typing import Any
 
 from experiments.agents.protocol import Limits, Proposal, Session, Task, cut
+from experiments.hosts import Slot
 from experiments.rounds import phases
 from experiments.rounds.log import Budget, Log
 
@@ -33,6 +35,13 @@ class World:
   def __init__(self, paid: pathlib.Path, seconds: float = 0.0):
     self._paid, self._seconds = paid, seconds
     self.gains = dict(GAINS)
+
+  @property
+  def parallel(self) -> int:
+    return 1
+
+  def device(self) -> contextlib.AbstractContextManager[Slot | None]:
+    return contextlib.nullcontext()
 
   def _pay(self, what: str) -> None:
     time.sleep(self._seconds)

@@ -20,10 +20,12 @@ from experiments.controller import (
 )
 from experiments.controller import lab as lab_lib
 from experiments.controller.checks import CANDIDATE, STOCK
-from experiments.controller.lab import System
 from experiments.controller.paired import Measured
 from experiments.controller.process import EngineFault
+from experiments.controller.systems import System
+from experiments.hosts import Slot
 from experiments.rounds.world import LabWorld, Sealed
+from specpilot_jax.errors import SpecPilotError
 from tests.exploits import standin
 
 PASS = "    time.sleep(STEP_S)\n    tokens = []\n"
@@ -118,7 +120,7 @@ def test_which_aa_sessions_count(lab, monkeypatch):
       "a process of stock: died: no memory",
     ),
     (measured(3, late=True), "time ran out"),
-    (measured(13, dropped=5), "throttled in 5 of 18 pairs"),
+    (measured(13, dropped=5), "throttled in 5 of 18 units"),
     (measured(18, disturbed=True, slowed=0.4), "40.0% slower beside itself"),
   ):
     monkeypatch.setattr(lab, "_measure", lambda *args, found=found: found)
@@ -129,6 +131,80 @@ def test_which_aa_sessions_count(lab, monkeypatch):
   monkeypatch.setattr(lab, "_measure", lambda *args: measured(17, dropped=1))
   assert lab.aa_session(math.inf) == 0.0
   assert len(lab.sessions) == 1
+
+
+def test_two_devices_are_another_design(settings, lab, monkeypatch):
+  slots = (Slot(index=0), Slot(index=1))
+  with lab_lib.open_lab(settings, slots) as two:
+    assert two.units == 36 and lab.units == 18
+    assert two.sessions.path != lab.sessions.path
+    with lab_lib.open_lab(settings, slots[:1]) as one:
+      assert not one.swaps
+      assert len({x.sessions.path for x in (one, two, lab)}) == 3
+    seconds = np.array([[1.0, 1.1]] * 30)
+    times = session.Times(seconds, seconds * 1.01, False, False, swapped=True)
+    found = Measured({STOCK: [], CANDIDATE: []}, times=times)
+    monkeypatch.setattr(two, "_measure", lambda *args: found)
+    assert two.aa_session(math.inf) == pytest.approx(-math.log(1.01))
+    assert two.sessions.asymmetries == pytest.approx([math.log(1.1)])
+    # Of 36 requests 16 are enough, where they are fresh.
+    used = [r.id for r in two.requests[:20]]
+    two.ledger.begin("x", used)
+    chat = [
+      dataclasses.replace(r, prompt=dataclasses.replace(r.prompt, chat=True))
+      for r in two.requests
+    ]
+    requests, _, seen = draws.for_test(
+      chat, two.ledger.used_requests, two.rng, lab_lib.WARM_UPS, two._least
+    )
+    assert len(requests) == 18 and seen == 0
+  for given, blocks, reason in (
+    (slots, 4, "engines that share a device"),
+    ((*slots, Slot(index=2)), 0, "one or two"),
+  ):
+    with pytest.raises(SpecPilotError, match=reason):
+      with lab_lib.open_lab(settings, given, blocks):
+        pass
+
+
+def test_the_job_on_two_devices(settings, tmp_path, monkeypatch, capsys):
+  """In slices: A/A sessions until they are enough, then the test."""
+  monkeypatch.setattr(session, "SLOWED", 9.0)
+  forced = {"verdict": "pass", "reason": "", "tokens": 9, "flips": 0}
+  monkeypatch.setattr(
+    lab_lib.Lab, "_force", lambda *args: forced | {"max_margin": None}
+  )
+  settings = dataclasses.replace(settings, num_prompts=7)
+  candidate = dataclasses.replace(
+    settings, flags=settings.flags | {"set": "num_drafts=3"}
+  )
+
+  def run(name, **changes):
+    where = tmp_path / name
+    mine = dataclasses.replace(settings, output_dir=where, **changes)
+    assert paired_test.run(mine, candidate, None, 1, devices=(0, 1)) == 0
+    return results.read_result(where)
+
+  cut = run("cut", max_wall_s=0.0)
+  assert cut["paired_test"] is None and cut["aa"]["means"] == []
+  assert any("time ran out with 0 of 1" in note for note in cut["notes"])
+  whole = run("whole")
+  test = whole["paired_test"]
+  assert len(whole["aa"]["means"]) == 1 == len(test["aa_means"])
+  devices = test["devices"]
+  assert devices["indices"] == [0, 1] and devices["emulated"]
+  assert devices["swap"]["asymmetry"] == pytest.approx(0.0, abs=0.7)
+  assert len(devices["aa_asymmetries"]) == 1 and test["design"] == (
+    "two devices, swapped, 4 requests"
+  )
+  assert len(test["log_ratios"]) == 4
+  assert any("times nothing" in note for note in whole["notes"])
+  told = (tmp_path / "whole" / "report.md").read_text()
+  assert "a request on both devices" in told
+  out = capsys.readouterr().out
+  for text in (told, out):
+    assert "device 1 against device 0: time" in text
+    assert "A/A: device 1 against device 0, by session" in text
 
 
 def test_aa_sessions_are_tried_again(tmp_path):
@@ -144,11 +220,32 @@ def test_aa_sessions_are_tried_again(tmp_path):
   sessions: list[float] = []
   lab: Any = types.SimpleNamespace(sessions=sessions, aa_session=aa_session)
   folder = results.RunFolder(tmp_path)
-  assert paired_test.collect_aa(lab, 2, math.inf, folder) == 2
+  assert paired_test.collect_aa(lab, 2, math.inf, folder) >= 0.0
+  assert sessions == [0.1, 0.2]
   with pytest.raises(noise.Unmeasured):
     paired_test.collect_aa(lab, 3, math.inf, folder)
   folder.close()
   assert sessions == [0.1, 0.2] and not answers
+
+
+def test_no_aa_session_is_begun_that_would_not_end(tmp_path, monkeypatch):
+  """Of 5 seconds each, in 12: the third would be cut."""
+  clock = [0.0]
+  monkeypatch.setattr(
+    paired_test, "time", types.SimpleNamespace(monotonic=lambda: clock[0])
+  )
+
+  def aa_session(deadline):
+    clock[0] += 5.0
+    sessions.append(0.0)
+    return 0.0
+
+  sessions: list[float] = []
+  lab: Any = types.SimpleNamespace(sessions=sessions, aa_session=aa_session)
+  folder = results.RunFolder(tmp_path)
+  assert paired_test.collect_aa(lab, 8, 12.0, folder) == 5.0
+  assert len(sessions) == 2
+  folder.close()
 
 
 def test_marks(settings, monkeypatch):

@@ -6,18 +6,23 @@ next round starts from it.
 """
 
 import dataclasses
+import json
 import pathlib
 import subprocess
 
 import numpy as np
+import pytest
 
 from experiments import results
 from experiments.agents.protocol import Proposal
 from experiments.agents.replay import Replay
-from experiments.controller import draws, noise, session
-from experiments.rounds import job, phases
+from experiments.controller import draws, noise, session, two_devices
+from experiments.hosts import Slot
+from experiments.rounds import job, phases, world
 from experiments.rounds.log import Budget, Log
 from experiments.rounds.world import LabWorld, Sealed
+from specpilot_jax.errors import SpecPilotError
+from tests.experiments.rounds import deployment
 from tests.exploits import standin
 
 PASS = "    time.sleep(STEP_S)\n    tokens = []\n"
@@ -105,6 +110,81 @@ def test_patches_through_every_gate(settings, tmp_path, monkeypatch):
   # A/A sessions of the first round counted.
   events = (tmp_path / "two" / "round.jsonl").read_text()
   assert '"reused": true' in events
+
+
+SLOTS = (Slot(index=0), Slot(index=1))
+
+
+def test_a_round_on_two_devices(settings, tmp_path, monkeypatch):
+  """Real trees and processes: two explore at once, tests swap the devices and
+  are alone on the host."""
+  monkeypatch.setattr(session, "SLOWED", 9.0)
+  # So much noise that there is no champion, and no seal to wait for.
+  monkeypatch.setattr(noise.Sessions, "s_aa", 9.0)
+  monkeypatch.setattr(world, "on_device", deployment.on_device)
+  folder = tmp_path / "two"
+  folder.mkdir()
+  path = folder / "intervals"
+  # Taken back in the end.
+  monkeypatch.setattr(two_devices, "measure", two_devices.measure)
+  deployment.note(two_devices, "measure", "test", path)
+  made = [proposal(FAST), proposal(CHEAT)]
+  log = Log(folder / "round.jsonl")
+  plan = phases.Plan(
+    directions=(("tau", None),), aa_sessions=1, screen_units=(2,), workers=2
+  )
+  settings = dataclasses.replace(settings, num_prompts=19)
+  sealed = Sealed(long_requests=1, long_tokens=40)
+  with LabWorld(settings, folder, sealed, aa_sessions=1, slots=SLOTS) as two:
+    lab = two.open()
+    assert lab.swaps and lab.units == 16 and two.parallel == 2
+    result = phases.Round(
+      log, two, [Replay({"tau/open": made})], Budget(log), plan,
+      folder / "agents",
+    ).run()  # fmt: skip
+  log.close()
+  told = {t["id"]: t for t in result["trials"]}
+  assert told[made[0].id]["verdict"] == "reject", told
+  assert told[made[1].id]["verdict"] == "refused"
+  lines = [json.loads(text) for text in path.read_text().splitlines()]
+  kinds = {line["kind"] for line in lines}
+  assert kinds == {"screen 0", "screen 1", "test"}
+
+  def overlap(one, two):
+    return one["began"] < two["ended"] and two["began"] < one["ended"]
+
+  screens = [x for x in lines if x["kind"] != "test"]
+  tests = [x for x in lines if x["kind"] == "test"]
+  assert len(tests) == 2  # The A/A session and the test.
+  assert any(
+    overlap(a, b) for a in screens for b in screens if a["kind"] < b["kind"]
+  )
+  assert not any(overlap(a, b) for a in screens for b in tests)
+  # What explores and what tests had devices of their own.
+  (session_folder,) = (folder / "sessions").glob("*-test-*")
+  records = results.read_requests(session_folder)
+  assert {r["device"] for r in records} == {0, 1}
+  assert len(list((folder / "sessions").glob("*-screen-*-on-[01]"))) >= 3
+
+
+def test_settings_that_are_refused_leave_no_folder(settings, tmp_path):
+  where = tmp_path / "round"
+  few = dataclasses.replace(settings, num_prompts=3, output_dir=where)
+  with pytest.raises(SpecPilotError, match="at least to measure, got 3"):
+    job.run(few, job.RoundSettings())
+  assert not where.exists()
+
+
+def test_two_runners_do_not_write_one_round(settings, tmp_path):
+  where = tmp_path / "round"
+  log = Log(where / job.LOG)
+  log.note("round", mark="x")
+  settings = dataclasses.replace(settings, output_dir=where)
+  with pytest.raises(SpecPilotError, match="another process is at work"):
+    job.run(settings, job.RoundSettings())
+  log.close()
+  with pytest.raises(SpecPilotError, match="holds another round"):
+    job.run(settings, job.RoundSettings())
 
 
 def test_used_texts_are_cut_anew():

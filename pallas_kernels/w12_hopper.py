@@ -1,0 +1,355 @@
+"""The first kernel of a W12 product for a Hopper GPU, by Mosaic GPU.
+
+One program on every multiprocessor: a warp group asks for tiles and rows of x
+ahead of time (TMA, a ring in shared memory), two others decode them in turn,
+each tile by one of them, into the registers that the tensor cores read weights
+from. What the two sum up is added in shared memory, so that a program leaves
+half the sums that one of `w12_matmul` with as many registers does. Those are
+added up, scaled and completed by the lists in `w12_parts`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxtyping import Array, Float
+
+from pallas_kernels import w12_array, w12_parts, w12_unpack
+from pallas_kernels.w12_array import TILE, W12Array
+from pallas_kernels.w12_parts import Shares, rows_of
+
+PROGRAMS = 132
+"""Multiprocessors of an H100 or H200."""
+DECODERS = 2
+"""Warp groups that decode; one more loads."""
+REGISTERS = {"decode": 224, "load": 56}
+"""Of a thread."""
+FEW = 32
+"""Rows of x up to which four quarters of a tile fit in registers decoded."""
+SHARED_MEMORY = 224 << 10
+"""Bytes of a program's ring and sums."""
+MOST_STAGES = 8
+
+
+def takes(w: W12Array) -> bool:
+  """Whether the kernel takes the matrix: planes in tiles of 64 by 64."""
+  return w.tiled and w.low.shape[2:] == (TILE, TILE)
+
+
+def matmul(
+  x: Float[Array, "N I"],
+  w: W12Array,
+  out_dtype,
+  *,
+  view: bool = False,
+  midpoint: bool = True,
+  expanded: Array | None = None,
+  interpret: bool = False,
+) -> Float[Array, "N O"]:
+  """x W^T as `w12_matmul.matmul` has it, for 1 to 64 rows of x in bfloat16.
+
+  Args:
+    expanded: [4, T, K, h, w] bfloat16, see `w12_matmul.matmul`.
+    interpret: step by step in JAX.
+  """
+  if x.dtype != jnp.bfloat16 or not takes(w):
+    raise ValueError(
+      "w12_hopper takes bfloat16 rows and planes in tiles of 64 by 64, not"
+      f" {x.dtype} and {w.low.shape}"
+    )
+  n = x.shape[0]
+  shares = Shares.of(w, TILE, PROGRAMS)
+  planes = [w.view01, w.view23] if view else [w.view01, w.view23, w.low]
+  if expanded is not None:
+    planes = list(expanded)
+  parts, *columns = _stream(
+    x, planes, shares, lists=not view, midpoint=midpoint, interpret=interpret
+  )
+  return w12_parts.finish(
+    parts,
+    w,
+    n,
+    out_dtype,
+    columns=columns[0] if columns else None,
+    owners=lambda lane: shares.owners(lane // TILE),
+    run=TILE,
+    interpret=interpret,
+  )
+
+
+def _stream(
+  x, planes, shares: Shares, *, lists: bool, midpoint: bool, interpret: bool
+):
+  """What programs sum up and, where lists are to be applied, x by columns.
+
+  Returns:
+    parts [T, 4, 64 groups, rows], float32, not scaled, and x [I, rows]; rows
+    are `rows_of` those of x.
+  """
+  padded = rows_of(x.shape[0])
+  unit = (TILE * TILE * len(planes) + TILE * padded) * 2
+  sums = 4 * TILE * padded * 4
+  stages = min(MOST_STAGES, (SHARED_MEMORY - sums) // unit)
+  swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
+
+  def ring(rows, dtype):
+    return plgpu.SMEM((stages, rows, TILE), dtype, transforms=swizzled)
+
+  scratch = dict(
+    x_ring=ring(padded, x.dtype),
+    rings=[ring(TILE, plane.dtype) for plane in planes],
+    full=plgpu.Barrier(num_arrivals=1 + len(planes), num_barriers=stages),
+    empty=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+    sums=plgpu.SMEM((4, TILE, padded), jnp.float32),
+    both=plgpu.Barrier(num_arrivals=DECODERS),
+  )
+  if interpret:
+    scratch["operand"] = plgpu.SMEM((DECODERS, TILE, TILE), x.dtype)
+  parts = jax.ShapeDtypeStruct(
+    (shares.parts, 4, shares.groups * TILE, padded), jnp.float32
+  )
+  columns = jax.ShapeDtypeStruct((x.shape[1], padded), x.dtype)
+  kernel = plgpu.kernel(
+    functools.partial(
+      _program,
+      shares=shares,
+      stages=stages,
+      planes=len(planes),
+      filled=w12_array.MIDPOINT if midpoint else 0,
+      interpret=interpret,
+    ),
+    out_type=(parts, columns) if lists else (parts,),
+    scratch_types=scratch,
+    grid=(shares.programs,),
+    grid_names=("program",),
+    num_threads=1 + DECODERS,
+    thread_name="group",
+    interpret=plgpu.InterpretGPUParams() if interpret else None,
+    kernel_name="w12_hopper",
+  )
+  return kernel(x, *planes)
+
+
+def _program(
+  x_ref, *refs, shares, stages, planes, filled, interpret,
+  x_ring, rings, full, empty, sums, both, operand=None,
+):  # fmt: skip
+  plane_refs, (parts_ref, *columns_refs) = refs[:planes], refs[planes:]
+  program = lax.axis_index("program")
+  group = lax.axis_index("group")
+  begin, end = shares.begin(program), shares.begin(program + 1)
+
+  @pl.when(group == DECODERS)
+  def _():
+    if not interpret:
+      plgpu.set_max_registers(REGISTERS["load"], action="decrease")
+    _load(
+      x_ref, plane_refs, columns_refs, x_ring, rings, full, empty,
+      program, begin, end, shares=shares, stages=stages, interpret=interpret,
+    )  # fmt: skip
+
+  @pl.when(group < DECODERS)
+  def _():
+    if not interpret:
+      plgpu.set_max_registers(REGISTERS["decode"], action="increase")
+    first, last = begin // shares.steps, (end - 1) // shares.steps
+
+    def lanes(i, _):
+      start = (first + i) * shares.steps - begin
+      totals = _sum_up(
+        x_ring, rings, full, empty,
+        jnp.maximum(start, 0), jnp.minimum(start + shares.steps, end - begin),
+        group, stages=stages, filled=filled, operand=operand,
+      )  # fmt: skip
+      _write(
+        parts_ref, totals, first + i,
+        program - shares.first_owner(first + i), group, sums, both,
+      )  # fmt: skip
+
+    lax.fori_loop(0, last - first + 1, lanes, None)
+
+
+def _load(
+  x_ref, plane_refs, columns_refs, x_ring, rings, full, empty,
+  program, begin, end, *, shares, stages, interpret,
+):  # fmt: skip
+  """Keeps the ring full, and writes some columns of x as rows meanwhile."""
+  padded = x_ring.shape[1]
+  mine = (shares.steps - 1 - program) // shares.programs + 1
+
+  def column(i):
+    at = pl.ds((program + i * shares.programs) * TILE, TILE)
+    for ref in columns_refs:
+      _transpose(x_ref.at[:, at], ref.at[at, :], interpret)
+
+  def load(i, _):
+    slot = lax.rem(i, stages)
+
+    @pl.when(i >= stages)
+    def _():
+      plgpu.barrier_wait(empty.at[slot])
+
+    unit = begin + i
+    lanes, k = unit // shares.steps, lax.rem(unit, shares.steps)
+    for ref, ring in zip(plane_refs, rings, strict=True):
+      plgpu.copy_gmem_to_smem(ref.at[lanes, k], ring.at[slot], full.at[slot])
+    # A start that is known would be checked; rows behind the last are zeros.
+    rows = pl.ds(0 if x_ref.shape[0] == padded else 0 * k, padded)
+    plgpu.copy_gmem_to_smem(
+      x_ref.at[rows, pl.ds(k * TILE, TILE)], x_ring.at[slot], full.at[slot]
+    )
+    # Once the ring is full there is time.
+    late = i - (stages - 1)
+
+    @pl.when((late >= 0) & (late < mine))
+    def _():
+      column(late)
+
+  lax.fori_loop(0, end - begin, load, None)
+  done = jnp.maximum(end - begin - (stages - 1), 0)
+  lax.fori_loop(done, mine, lambda i, _: column(i), None)
+
+
+def _sum_up(
+  x_ring, rings, full, empty, begin, end, group, *, stages, filled, operand
+):
+  """Sums of every other unit from `begin` to `end` - 1, four of [64, rows].
+
+  Args:
+    operand: shared memory for decoded weights where the interpreter is to
+      multiply them; it does not with registers.
+  """
+  padded = x_ring.shape[1]
+  begin += lax.rem(begin + group, DECODERS)
+
+  def scope(*totals):
+    def unit(i, _):
+      i = begin + DECODERS * i
+      slot = lax.rem(i, stages)
+      plgpu.barrier_wait(full.at[slot])
+      loaded = [
+        plgpu.load(ring.at[slot], layout=plgpu.Layout.WGMMA) for ring in rings
+      ]
+      x = x_ring.at[slot].transpose((1, 0))
+      for q, total in enumerate(totals):
+        if len(loaded) == 4:
+          weights = loaded[q]
+        else:
+          unpack = _unpack if operand is None else w12_unpack.unpack
+          weights = unpack(q, *loaded, filled=filled)
+        if operand is not None:
+          operand[group] = weights
+          weights = operand.at[group]
+        plgpu.wgmma(total, weights, x)
+        if q and padded > FEW:
+          plgpu.wgmma_wait(1)
+      plgpu.wgmma_wait(0)
+      plgpu.barrier_arrive(empty.at[slot])
+
+    lax.fori_loop(0, pl.cdiv(end - begin, DECODERS), unit, None)
+    return [total[...] for total in totals]
+
+  totals = [plgpu.ACC((TILE, padded), jnp.float32)] * 4
+  return pl.run_scoped(scope, *totals)
+
+
+def _write(parts_ref, totals, lanes, part, group, sums, both):
+  """Adds up what the decoders have and writes it to a part."""
+
+  @pl.when(group == 1)
+  def _():
+    for q, total in enumerate(totals):
+      sums[q] = total
+    plgpu.commit_smem()
+
+  plgpu.barrier_arrive(both)
+  plgpu.barrier_wait(both)
+
+  @pl.when(group == 0)
+  def _():
+    for q, total in enumerate(totals):
+      other = plgpu.load(sums.at[q], layout=plgpu.Layout.WGMMA)
+      parts_ref[part, q, pl.ds(lanes * TILE, TILE), :] = total + other
+
+  # Before the sums are overwritten.
+  plgpu.barrier_arrive(both)
+  plgpu.barrier_wait(both)
+
+
+def _transpose(x_ref, out_ref, interpret: bool):
+  """Writes 64 columns of x as rows, by the threads of one warp group.
+
+  Rows behind the last are copies of it, which nothing is made of.
+  """
+  if interpret:
+    n, padded = x_ref.shape[0], out_ref.shape[1]
+    out_ref[...] = jnp.pad(x_ref[...], ((0, padded - n), (0, 0))).T
+    return
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+  def copy(_, x_ref, out_ref):
+    """A thread has eight rows of a column at a time, or as many."""
+    index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+    n, padded = (
+      ir.MemRefType(ref.type).shape[i] for i, ref in ((0, x_ref), (1, out_ref))
+    )
+    thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
+    column = arith.index_cast(index, arith.remui(thread, mgpu.c(TILE, i32)))
+    half = arith.index_cast(index, arith.divui(thread, mgpu.c(TILE, i32)))
+    pair = ir.VectorType.get((8,), ir.BF16Type.get())
+    for first in range(0, padded, 16):
+      row = arith.addi(mgpu.c(first, index), arith.muli(half, mgpu.c(8, index)))
+      # Eight rows have one half of the threads; the other does the same.
+      row = arith.minui(row, mgpu.c(padded - 8, index))
+      values = [
+        memref.load(
+          x_ref,
+          [
+            arith.minui(
+              arith.addi(row, mgpu.c(i, index)), mgpu.c(n - 1, index)
+            ),
+            column,
+          ],
+        )
+        for i in range(8)
+      ]
+      vector.store(vector.from_elements(pair, values), out_ref, [column, row])
+
+  copy(x_ref, out_ref)
+
+
+def _unpack(q, *parts, filled):
+  """`w12_unpack.unpack`, two weights of a row at a time."""
+  pair, low = parts[q // 2], parts[2:]
+  body = w12_unpack.assembly(q, bool(low), filled)
+  layout = plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(
+    arg_types=(layout,) * (1 + len(low)),
+    return_type=plgpu.ShapeDtypeStruct(
+      (TILE, TILE), jnp.bfloat16, layout=layout
+    ),
+  )
+  def go(_, *parts):
+    i32 = ir.IntegerType.get_signless(32)
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    registers = np.empty_like(parts[0].registers)
+    for at in np.ndindex(registers.shape):
+      words = [mgpu.utils.bitcast(part.registers[at], i32) for part in parts]
+      word: Any = llvm.inline_asm(
+        i32, words, body, ",".join(["=r"] + ["r"] * len(words))
+      )
+      registers[at] = mgpu.utils.bitcast(word, pair)
+    return mgpu.FragmentedArray(
+      _registers=registers, _layout=parts[0].layout, _is_signed=None
+    )
+
+  return go(pair, *low)
