@@ -35,7 +35,7 @@ from specpilot_jax.configs import ONE_LEVEL, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import batching, registry
-from specpilot_jax.models import target as target_lib
+from specpilot_jax.models import assembly
 
 _WARM_UP_TOKENS = 16
 
@@ -162,7 +162,7 @@ def run(settings: Settings, load: LoadSettings) -> int:
   model = source.build(settings.dtype, settings.kernels, settings.weights)
   drafter = loading.make_drafter(settings.drafter, model.target)
   jax.block_until_ready(
-    (target_lib.parameters(model.target), drafter and drafter.params)
+    (assembly.leaves(model.target), drafter and drafter.params)
   )
   peaks = plan.Peaks(planned)
   peaks.note("weights")
@@ -247,6 +247,7 @@ def run(settings: Settings, load: LoadSettings) -> int:
 def _plan(settings, load, source, room: int) -> dict[str, int]:
   """Bytes by purpose: one system's slots at a time, and the scorer's."""
   drafting = any(name != AR for name in settings.systems)
+  wanted = {source.held(settings.system(n).weights) for n in settings.systems}
   return plan.memory(
     source.config,
     loading.drafter_config(settings.drafter, source.config),
@@ -255,7 +256,7 @@ def _plan(settings, load, source, room: int) -> dict[str, int]:
     prefill_chunk=settings.prefill_chunk,
     drafting=load.slots if drafting else 0,
     plain=int(settings.token_forcing) + (0 if drafting else load.slots),
-    weights=sorted({settings.system(n).weights for n in settings.systems}),
+    weights=sorted(wanted),
   )
 
 
