@@ -7,7 +7,8 @@ times of the engine itself, and from what drafts have been worth of late.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,7 @@ from specpilot_jax.mechanisms import (
 )
 from specpilot_jax.mechanisms import shared_budget as shared_budget_lib
 from specpilot_jax.mechanisms.step_costs import (
+  StepCosts,
   Yields,
   node_price,
   nodes_for,
@@ -60,9 +62,13 @@ are worth is an average of the latest hundred."""
 REFRESH = 32
 """Steps after which the number of nodes is chosen again under the same load."""
 
+LEARNING = 0.1
+"""Share of a step's time in what steps of its shape are taken to cost."""
+
 PROBE = 64
-"""Steps without drafts of which one has some, so that it is noticed when they
-are worth more."""
+"""Steps of which one is of the next larger pass than was chosen: without drafts
+nobody would notice that they got better, nor that their pass is cheaper than it
+once was."""
 
 
 class Plan(NamedTuple):
@@ -185,7 +191,9 @@ class BatchPolicy:
   Args:
     system: of the engine.
     engine: made by `engine`.
-    profile: of its steps; `warm_up` measures one where it is needed.
+    profile: of its steps; `warm_up` measures one where it is needed. Steps
+      that run correct it.
+    clock: in seconds.
   """
 
   def __init__(
@@ -193,6 +201,7 @@ class BatchPolicy:
     system: SystemConfig,
     engine: BatchEngine,
     profile: batch_profile.Profile | None = None,
+    clock: Callable[[], float] = time.perf_counter,
   ):
     self.engine = engine
     self.profile = profile
@@ -214,6 +223,11 @@ class BatchPolicy:
     self._rows: int | None = None  # of the latest step
     self._chosen: tuple[int, StepLimits] | None = None
     self._age = 0
+    self._clock = clock
+    # Microseconds of a step by slots and rows, as of late; and the step that
+    # is on: its slots, its rows, and when it was planned.
+    self._us: dict[int, dict[int, float]] = {}
+    self._on: tuple[int, int, float] | None = None
 
   def rows_of(self, slots: int) -> tuple[int | None, ...]:
     """Rows that passes over so many slots may have; None for all places.
@@ -270,6 +284,7 @@ class BatchPolicy:
     figures = update.figures
     if update.finish is not None:
       self._last.pop(update.request.id, None)
+      self._on = None  # Perhaps nothing follows for a while.
     if figures is None or figures.scores is None or not update.tokens:
       return
     if not (self._shared or self._dynamic):
@@ -307,6 +322,33 @@ class BatchPolicy:
     if not (self._shared or self._dynamic):
       return None
     self._age += 1
+    now = self._clock()
+    if self._on is not None and not load.prefilling:
+      self._took(*self._on[:2], 1e6 * (now - self._on[2]))
+    limits = self._limits(load)
+    slots = self._slots_of(load.decoding)
+    rows = limits.rows or slots * self.engine.nodes
+    self._on = None if load.prefilling else (slots, rows, now)
+    return limits
+
+  def _costs(self, slots: int) -> StepCosts | None:
+    """Times of steps over so many slots, as of late."""
+    if self.profile is None:
+      return None
+    if slots not in self._us:
+      costs = self.profile.steps[slots]
+      self._us[slots] = dict(zip(costs.nodes, costs.values, strict=True))
+    us = self._us[slots]
+    return StepCosts(tuple(us), tuple(us.values()))
+
+  def _took(self, slots: int, rows: int, us: float) -> None:
+    """A step's time, from one plan to the next; a hiccup counts as twice."""
+    if self._costs(slots) is None or rows not in self._us[slots] or us <= 0:
+      return
+    known = self._us[slots][rows]
+    self._us[slots][rows] += LEARNING * (min(us, 2 * known) - known)
+
+  def _limits(self, load: Load) -> StepLimits:
     kept = self._shared and (self._fixed is not None or self._age % REFRESH)
     if kept and self._chosen and self._chosen[0] == load.decoding:
       limits = self._chosen[1]
@@ -314,28 +356,29 @@ class BatchPolicy:
       limits = self._choose(load.decoding)
       self._chosen = load.decoding, limits
       self._rows = limits.rows
-    slots = self._slots_of(load.decoding)
-    if limits.rows == slots and self._fixed is None and not self._age % PROBE:
-      return self._probe(slots, limits)
+    by_load = self._shared and self._fixed is None
+    if by_load and not self._age % PROBE:
+      return self._probe(self._slots_of(load.decoding), limits)
     return limits
 
   def _probe(self, slots: int, limits: StepLimits) -> StepLimits:
-    """A step with drafts among those without: what are they worth by now?"""
+    """A step of the next larger pass: what does it take, what does it bring?"""
     whole = slots * self.engine.nodes
-    more = [whole if n is None else n for n in self.rows_of(slots)][1:]
-    if not more:
+    choices = [whole if n is None else n for n in self.rows_of(slots)]
+    larger = [n for n in choices if n > (limits.rows or whole)]
+    if not larger:
       return limits
     return dataclasses.replace(
       limits,
-      rows=None if more[0] == whole else more[0],
-      plan=limits.plan._replace(budget=np.int32(more[0])),
+      rows=None if larger[0] == whole else larger[0],
+      plan=limits.plan._replace(budget=np.int32(larger[0])),
     )
 
   def _choose(self, requests: int) -> StepLimits:
     slots = self._slots_of(requests)
     whole = slots * self.engine.nodes
     choices = [whole if n is None else n for n in self.rows_of(slots)]
-    costs = self.profile.steps[slots] if self.profile else None
+    costs = self._costs(slots)
     if self._shared and self._fixed is not None:
       budget = max(self._fixed, requests)
     elif self._shared:
