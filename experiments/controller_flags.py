@@ -76,7 +76,9 @@ def define_controller_flags() -> Reader:
     " round explores on all of them and tests on the first two.",
   )  # fmt: skip
   agents = flags.DEFINE_list(
-    "agents", ["search"], f"Who proposes in a round: {', '.join(AGENTS)}."
+    "agents",
+    ["memory", "search"],
+    f"Who proposes in a round: {', '.join(AGENTS)}.",
   )
   command = flags.DEFINE_string(
     "agent_command", None, "Of the agent command: a program that is run in a"

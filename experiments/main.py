@@ -8,6 +8,7 @@
     python -m experiments.main --job=paired_test --flagfile=A.flags \\
       --candidate=B.flags
     python -m experiments.main --flagfile=cpu_smoke.flags --job=round
+    python -m experiments.main --flagfile=cpu_smoke.flags --job=replay
     python -m experiments.main --flagfile=cpu_smoke.flags --job=faults
     python -m experiments.main --job=report --output_dir=RUN
 
@@ -16,6 +17,7 @@ in experiments/flags/. Exit status: 0, 1 where token forcing failed, a
 measurement is not valid or a candidate was refused, 2 for bad input.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -43,16 +45,16 @@ from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
 JOBS = (
-  "benchmark", "profile", "token_force", "paired_test", "round", "faults",
-  "report",
+  "benchmark", "profile", "token_force", "paired_test", "round", "replay",
+  "faults", "report",
 )  # fmt: skip
 
 _JOB = flags.DEFINE_enum(
   "job", "benchmark", JOBS, "benchmark: systems side by side. profile: that,"
   " and the cost model of stock. token_force: judge recorded requests."
   " paired_test: a candidate against stock, apart. round: explore, integrate,"
-  " tune, seal. faults: which check sees which fault. report: write a run's"
-  " report again.",
+  " tune, seal. replay: a round of what the memory holds, alone. faults: which"
+  " check sees which fault. report: write a run's report again.",
 )  # fmt: skip
 _OUTPUT_DIR = flags.DEFINE_string(
   "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."
@@ -213,6 +215,10 @@ def main() -> None:
       )
     elif _JOB.value == "round":
       status = rounds.run(read_settings(), read_controller(read_settings).round)
+    elif _JOB.value == "replay":
+      told = read_controller(read_settings).round
+      told = dataclasses.replace(told, agents=("memory",))
+      status = rounds.run(read_settings(), told)
     elif _JOB.value == "faults":
       told = read_controller(read_settings)
       status = faults.run(read_settings(), told.faults, *told.fault_requests)

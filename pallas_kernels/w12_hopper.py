@@ -66,6 +66,8 @@ def matmul(
       f" {x.dtype} and {w.low.shape}"
     )
   n = x.shape[0]
+  if n > 8 and n % 8:  # TMA takes fewer than eight, or eights.
+    x = jnp.pad(x, ((0, -n % 8), (0, 0)))
   shares = Shares.of(w, TILE, PROGRAMS)
   planes = [w.view01, w.view23] if view else [w.view01, w.view23, w.low]
   if expanded is not None:
@@ -95,9 +97,9 @@ def _stream(
     are `rows_of` those of x.
   """
   padded = rows_of(x.shape[0])
-  unit = (TILE * TILE * len(planes) + TILE * padded) * 2
-  sums = 4 * TILE * padded * 4
-  stages = min(MOST_STAGES, (SHARED_MEMORY - sums) // unit)
+  # Sums of so many quarters at a time meet in shared memory.
+  quarters = 4 if padded <= FEW else 2
+  stages = stages_of(len(planes), padded, quarters)
   swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
 
   def ring(rows, dtype):
@@ -108,7 +110,7 @@ def _stream(
     rings=[ring(TILE, plane.dtype) for plane in planes],
     full=plgpu.Barrier(num_arrivals=1 + len(planes), num_barriers=stages),
     empty=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-    sums=plgpu.SMEM((4, TILE, padded), jnp.float32),
+    sums=plgpu.SMEM((quarters, TILE, padded), jnp.float32),
     both=plgpu.Barrier(num_arrivals=DECODERS),
   )
   if interpret:
@@ -136,6 +138,18 @@ def _stream(
     kernel_name="w12_hopper",
   )
   return kernel(x, *planes)
+
+
+def stages_of(planes: int, padded: int, quarters: int) -> int:
+  """Stages of the ring, a multiple of `DECODERS`.
+
+  A slot is one decoder's then, which has to wait for it each time that it is
+  filled: whether it is, is told from the last time by a parity.
+  """
+  unit = (TILE * TILE * planes + TILE * padded) * 2
+  sums = quarters * TILE * padded * 4
+  most = min(MOST_STAGES, (SHARED_MEMORY - sums) // unit)
+  return most // DECODERS * DECODERS
 
 
 def _program(
@@ -264,24 +278,29 @@ def _sum_up(
 def _write(parts_ref, totals, lanes, part, group, sums, both):
   """Adds up what the decoders have and writes it to a part."""
 
-  @pl.when(group == 1)
-  def _():
-    for q, total in enumerate(totals):
-      sums[q] = total
-    plgpu.commit_smem()
+  def meet():
+    plgpu.barrier_arrive(both)
+    plgpu.barrier_wait(both)
 
-  plgpu.barrier_arrive(both)
-  plgpu.barrier_wait(both)
+  room = sums.shape[0]
+  for first in range(0, len(totals), room):
 
-  @pl.when(group == 0)
-  def _():
-    for q, total in enumerate(totals):
-      other = plgpu.load(sums.at[q], layout=plgpu.Layout.WGMMA)
-      parts_ref[part, q, pl.ds(lanes * TILE, TILE), :] = total + other
+    @pl.when(group == 1)
+    def _(first=first):
+      for i in range(room):
+        sums[i] = totals[first + i]
+      plgpu.commit_smem()
 
-  # Before the sums are overwritten.
-  plgpu.barrier_arrive(both)
-  plgpu.barrier_wait(both)
+    meet()
+
+    @pl.when(group == 0)
+    def _(first=first):
+      for i in range(room):
+        other = plgpu.load(sums.at[i], layout=plgpu.Layout.WGMMA)
+        at = part, first + i, pl.ds(lanes * TILE, TILE)
+        parts_ref[*at, :] = totals[first + i] + other
+
+    meet()  # Before the sums are overwritten.
 
 
 def _transpose(x_ref, out_ref, interpret: bool):

@@ -39,6 +39,8 @@ class Task:
     bound: gain that the cost model allows at most, as a share; None where that
       was not measured.
     champion: options of the system that proposals are made for.
+    detail: what else there is to know; of a port, where an entry of the memory
+      clashes with the sources, and its patch.
   """
 
   id: str
@@ -46,6 +48,7 @@ class Task:
   option: str | None
   bound: float | None
   champion: str = ""
+  detail: str = ""
 
   def as_dict(self) -> dict[str, Any]:
     return dataclasses.asdict(self)

@@ -22,7 +22,6 @@ from experiments.controller import (
   ledger,
   noise,
   paired,
-  patches,
   process_blocks,
   sandbox,
   statistics,
@@ -34,6 +33,7 @@ from experiments.controller.process import EngineFault, EngineProcess
 from experiments.controller.systems import System, Tested
 from experiments.hosts import Slot
 from experiments.settings import Settings
+from memory import patches
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax import loading, paths
 from specpilot_jax.errors import SpecPilotError

@@ -6,14 +6,13 @@ it.
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.controller import patches
+from memory import patches
+from memory.manifest import Manifest, manifest_of
 from specpilot_jax.errors import SpecPilotError
 
 ROOT = Path(__file__).parents[2]
@@ -29,42 +28,6 @@ PROTECTED = ("experiments", "memory", "pallas_kernels", "specpilot_jax")
 WITHHELD = ("prompts.jsonl", "prompts_512.jsonl")
 """Files of the packages that neither an engine nor an agent gets: prompts, the
 sealed ones among them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-  """Content hashes of a tree by path.
-
-  Attributes:
-    files: path to sha256.
-  """
-
-  files: Mapping[str, str]
-
-  @property
-  def root_hash(self) -> str:
-    """sha256 over all paths and hashes."""
-    text = json.dumps(sorted(self.files.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-  def differences(self, other: "Manifest") -> list[str]:
-    """Paths that are not the same in both, each with what is wrong."""
-    found = []
-    for path in sorted(self.files.keys() | other.files.keys()):
-      if path not in other.files:
-        found.append(f"{path} is missing")
-      elif path not in self.files:
-        found.append(f"{path} was added")
-      elif self.files[path] != other.files[path]:
-        found.append(f"{path} was changed")
-    return found
-
-
-def manifest_of(files: Mapping[str, bytes]) -> Manifest:
-  """The manifest of files in memory."""
-  return Manifest(
-    {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}
-  )
 
 
 def _walk(root: Path, top: str) -> list[str]:

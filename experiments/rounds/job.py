@@ -1,29 +1,37 @@
 """The job `round`: phases 0 to 4 of a deployment, in slices if need be."""
 
 import dataclasses
+import importlib.metadata
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import benchmark, hosts, report, results
+from experiments import benchmark, devices, hosts, report, results
 from experiments.agents.command import Command
 from experiments.agents.protocol import Agent, Limits, Session, Task
+from experiments.agents.recall import PORT, Recall
 from experiments.agents.replay import Replay
 from experiments.agents.search import Search
 from experiments.console import say
 from experiments.controller import noise, paired_test, tree
 from experiments.controller.lab import Lab
+from experiments.environment import cpu_model
+from experiments.rounds import reuse
 from experiments.rounds import section as round_section
 from experiments.rounds.log import Budget, BudgetSpent, Log
 from experiments.rounds.phases import STOCK, Plan, Round
 from experiments.rounds.world import LabWorld, Sealed
 from experiments.settings import Settings
+from memory import sources
+from memory.schema import Fingerprint
+from memory.store import Store
+from specpilot_jax import loading
 from specpilot_jax.errors import SpecPilotError
 
 LOG = "round.jsonl"
-AGENTS = ("search", "replay", "command")
+AGENTS = ("memory", "search", "replay", "command")
 LIMITS = ("max_wall_s", "max_trials", "max_device_s", "max_usd")
 UNMARKED = (*LIMITS, "agent_workers", "workers")
 """Flags and settings that may differ when a round is taken up again."""
@@ -34,7 +42,8 @@ class RoundSettings:
   """A round, beside the settings of a run.
 
   Attributes:
-    agents: of `AGENTS`, in the order in which they are asked.
+    agents: of `AGENTS`, in the order in which they are asked; `memory` is the
+      first in any case.
     command: of the agent `command`.
     environment, readable: of the agent `command`, see there.
     proposals: JSON lines, of the agent `replay`.
@@ -49,7 +58,7 @@ class RoundSettings:
       two, swapped; none is JAX's choice.
   """
 
-  agents: tuple[str, ...] = ("search",)
+  agents: tuple[str, ...] = ("memory", "search")
   command: str | None = None
   environment: tuple[str, ...] = ()
   readable: tuple[Path, ...] = ()
@@ -91,10 +100,14 @@ def _champion(told: RoundSettings) -> Mapping[str, str]:
   return result["champion"]
 
 
-def _agents(settings: Settings, told: RoundSettings) -> list[Agent]:
+def _agents(
+  settings: Settings, told: RoundSettings, store: Store
+) -> list[Agent]:
   made: list[Agent] = []
-  for name in told.agents:
-    if name == "search":
+  for name in sorted(told.agents, key=lambda name: name != Recall.name):
+    if name == Recall.name:
+      made.append(_recall(settings, store))
+    elif name == "search":
       made.append(_search(settings))
     elif name == "replay":
       assert told.proposals is not None
@@ -107,6 +120,34 @@ def _agents(settings: Settings, told: RoundSettings) -> list[Agent]:
   return made
 
 
+def _recall(settings: Settings, store: Store) -> Recall:
+  """What the memory has for a deployment, on the sources of this checkout."""
+  card = settings.card
+  meets = {
+    "gpu": card is not None,
+    "drafter": settings.drafter != "none",
+    "sampled": settings.sampling.temperature > 0,
+  }
+  where = Fingerprint(
+    target=loading.open_target(settings.target).config.name,
+    drafter=settings.drafter,
+    dtype=settings.dtype,
+    device=cpu_model() if card is None else devices.CARDS[card].kinds[0],
+    jax=importlib.metadata.version("jax"),
+    batch=1,
+    temperature=settings.sampling.temperature,
+  )
+  recall = Recall.of(
+    store,
+    where,
+    sources.read(tree.ROOT),
+    [need for need, met in meets.items() if met],
+  )
+  for port in recall.ports:
+    say(f"memory: does not apply to these sources: {port}")
+  return recall
+
+
 def _search(settings: Settings) -> Search:
   return Search(
     sampled=settings.sampling.temperature > 0,
@@ -114,12 +155,20 @@ def _search(settings: Settings) -> Search:
   )
 
 
+def _port_tasks(agents: Sequence[Agent]) -> dict[tuple[str, str], str]:
+  """Entries that do not go onto these sources, for agents that write code."""
+  if not any(isinstance(agent, Command) for agent in agents):
+    return {}
+  recalls = [agent for agent in agents if isinstance(agent, Recall)]
+  return {key: text for r in recalls for key, text in r.port_tasks().items()}
+
+
 def _directions(
   settings: Settings, agents: Sequence[Agent]
 ) -> list[tuple[str, str | None]]:
   found: dict[tuple[str, str | None], None] = {}
   for agent in agents:
-    if isinstance(agent, Search):
+    if isinstance(agent, Search | Recall):
       found |= dict.fromkeys(agent.tasks())
     elif isinstance(agent, Replay):
       for task in agent.tasks:
@@ -127,7 +176,7 @@ def _directions(
         found[factor, None if option == "open" else option] = None
     else:
       found |= dict.fromkeys((f, None) for f in ("tau", "kernel", "overhead"))
-  return list(found)
+  return list(found | dict.fromkeys(_port_tasks(agents)))
 
 
 class _Patient:
@@ -140,7 +189,9 @@ class _Patient:
     agent = self._agent
     if isinstance(agent, Replay) and task.id not in agent.tasks:
       return Session(proposals=())
-    if isinstance(agent, Command) and task.option is not None:
+    if isinstance(agent, Command) and not (task.option or PORT).startswith(
+      PORT
+    ):
       return Session(proposals=())
     return agent.propose(task, workspace, limits)
 
@@ -167,7 +218,8 @@ def run(settings: Settings, told: RoundSettings) -> int:
   """
   started = time.monotonic()
   start = _champion(told)
-  agents = _agents(settings, told)
+  # A damaged memory is told now, not at the end.
+  agents = _agents(settings, told, Store())
   mark = round_mark(settings, told, start)
   name = settings.target.replace("/", "_").replace(":", "_").strip("_")
   folder = settings.output_dir or benchmark.default_folder(f"round-{name}")
@@ -218,6 +270,10 @@ def _run(
     limits=told.limits,
     champion=start,
     workers=told.workers,
+    details={
+      f"{factor}/{option}": text
+      for (factor, option), text in _port_tasks(agents).items()
+    },
   )
   budget = Budget(
     log,
@@ -283,6 +339,7 @@ def _finish(
   notes: Sequence[str],
 ) -> int:
   result = results.empty_result("round")
+  known = reuse.account(log, outcome["accepted"], Store())
   settings = lab.settings
   result |= {
     "environment": lab.environment,
@@ -299,7 +356,10 @@ def _finish(
     "accepted": outcome["accepted"],
     "sealed": outcome["sealed"],
     "champion": outcome["champion"],
+    "memory": list(known.entries),
     "round": {
+      "reused": list(known.reused),
+      "discovered": list(known.discovered),
       "factors": outcome["factors"],
       "directions": outcome["directions"],
       "integrated": outcome["integrated"],

@@ -95,6 +95,7 @@ class Plan:
     limits: of an agent per task.
     champion: system that the round starts from.
     workers: agents that work side by side.
+    details: of tasks, by id.
   """
 
   directions: Sequence[tuple[str, str | None]]
@@ -103,6 +104,7 @@ class Plan:
   limits: Limits = Limits()
   champion: System = dataclasses.field(default_factory=lambda: dict(STOCK))
   workers: int = 1
+  details: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def mark(system: System) -> str:
@@ -194,7 +196,9 @@ class Round:
     promoted = sealed is not None and sealed["verdict"] == "accept"
     result = {
       "factors": factors,
-      "directions": [t.as_dict() for t in tasks],
+      "directions": [
+        {k: v for k, v in t.as_dict().items() if k != "detail"} for t in tasks
+      ],
       "trials": self._trials,
       "accepted": accepted if promoted else [],
       "integrated": accepted,
@@ -216,6 +220,7 @@ class Round:
           option=option,
           bound=bound,
           champion=champion["options"],
+          detail=self._plan.details.get(name, ""),
         )
       )
     # The largest factor first, then what was not measured; within a factor as

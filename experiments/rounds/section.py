@@ -36,6 +36,13 @@ def lines(result: Mapping[str, Any]) -> list[str]:
   out.append(table(HEADER, _rows(result)))
   for t in result["trials"]:
     out.append(f"{t['option'] or t['task']}: {t['verdict']}: {t['reason']}")
+  found = result["round"]
+  if found.get("reused") or found.get("discovered"):
+    out.append(
+      f"accepted: {len(found['discovered'])} discovered,"
+      f" {len(found['reused'])} reused from the memory"
+      f" ({', '.join(result['memory']) or 'none'})"
+    )
   s_aa = result["round"]["s_aa"]
   out.append(
     f"s_AA {'-' if s_aa is None else format(s_aa, '.3%')} of"
@@ -64,7 +71,8 @@ def blocks(result: Mapping[str, Any]) -> list[Block]:
   told = result["round"]
   every = lines(result)
   found: list[Block] = [Heading("Round")]
-  found += [Text(text) for text in (every[0], *every[-3:])]
+  known = [text for text in every if text.startswith("accepted: ")]
+  found += [Text(text) for text in (every[0], *known, *every[-3:])]
   found.append(
     Table(
       ("direction", "gain at most"),

@@ -17,7 +17,6 @@ from experiments.controller import (
   forced,
   noise,
   paired,
-  patches,
   statistics,
   systems,
   tree,
@@ -30,6 +29,7 @@ from experiments.hosts import Slot
 from experiments.rounds.explorers import Explorers
 from experiments.rounds.phases import System
 from experiments.settings import Settings
+from memory import patches
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 

@@ -41,7 +41,7 @@ class ProductTest(parameterized.TestCase):
   @parameterized.parameters(
     # Shares that begin and end amid columns, and rows that no tile is full of.
     dict(shape=(556, 192), n=5, programs=2, view=False),
-    dict(shape=(256, 128), n=16, programs=3, view=True),
+    dict(shape=(256, 128), n=35, programs=3, view=True),
   )
   def test_against_float64(self, shape, n, programs, view):
     self.programs(programs)
@@ -79,12 +79,19 @@ class SharesTest(parameterized.TestCase):
     shares = w12_parts.Shares.of(w, w12_array.TILE, w12_hopper.PROGRAMS)
     self.assertEqual(shares.programs, w12_hopper.PROGRAMS)
 
+  @parameterized.product(planes=(2, 3, 8), padded=(8, 16, 32, 64))
+  def test_a_slot_is_one_decoders(self, planes, padded):
+    quarters = 4 if padded <= w12_hopper.FEW else 2
+    stages = w12_hopper.stages_of(planes, padded, quarters)
+    self.assertGreaterEqual(stages, 2)
+    self.assertEqual(stages % w12_hopper.DECODERS, 0)
+
 
 class LoweringTest(parameterized.TestCase):
   @parameterized.parameters(
     dict(gpu="NVIDIA H100 80GB HBM3", n=16, view=False),
     dict(gpu="NVIDIA H200", n=1, view=False),
-    dict(gpu="NVIDIA H200", n=64, view=False),
+    dict(gpu="NVIDIA H200", n=33, view=False),
     dict(gpu="NVIDIA H200", n=32, view=True),
   )
   def test_lowers_at_27b_shapes(self, gpu, n, view):

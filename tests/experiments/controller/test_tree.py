@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from experiments.controller import patches, tree
+from experiments.controller import tree
+from memory import patches
 from specpilot_jax.errors import SpecPilotError
 
 BASE = {

@@ -34,6 +34,7 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
     config=standin.config(),
     tokenizer=None,
     checkpoint=types.SimpleNamespace(notes=()),
+    in_fp8=False,
   )
   patch(loading, "open_target", lambda name: source)
 

@@ -13,8 +13,9 @@ import pytest
 from experiments.agents.command import Command
 from experiments.agents.protocol import Limits, Task, join
 from experiments.agents.search import Search
-from experiments.controller import launch, patches, sandbox
+from experiments.controller import launch, sandbox
 from experiments.hosts import Slot
+from memory import patches
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
@@ -327,7 +328,7 @@ def test_patches_are_merged(base):
   assert both["specpilot_jax/decoding/n.py"] == b"n = 1"
   assert patches.merge(files, b"", first) == first
   third = patch(a=files[FILE].replace(b"\n2\n", b"\nzwei\n"))
-  with pytest.raises(patches.Conflict, match="same place"):
+  with pytest.raises(patches.Conflict, match="both change line"):
     patches.merge(files, first, third)
   with pytest.raises(patches.Conflict, match="both add it"):
     patches.merge(files, first, patch(n=b"n = 2\n"))

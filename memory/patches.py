@@ -9,11 +9,11 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 
+from memory import merging
+from memory.merging import lines_of
 from specpilot_jax.errors import SpecPilotError
 
 MAX_BYTES = 1 << 20
@@ -92,8 +92,14 @@ class FileChange:
     return found
 
 
-def parse(patch: bytes) -> list[FileChange]:
+def parse(
+  patch: bytes, check: Callable[[str], None] | None = None
+) -> list[FileChange]:
   """Reads a patch as `git diff` writes it.
+
+  Args:
+    patch: its text.
+    check: refuses paths; `check_path` by default.
 
   Raises:
     PatchError: symbolic links, modes, binaries, renames, paths that a candidate
@@ -116,7 +122,7 @@ def parse(patch: bytes) -> list[FileChange]:
   lines.pop()
   changes, at = [], 0
   while at < len(lines):
-    change, at = _file(lines, at)
+    change, at = _file(lines, at, check or check_path)
     changes.append(change)
   if not changes:
     raise PatchError("patch: empty")
@@ -128,7 +134,9 @@ def parse(patch: bytes) -> list[FileChange]:
   return changes
 
 
-def _file(lines: Sequence[str], at: int) -> tuple[FileChange, int]:
+def _file(
+  lines: Sequence[str], at: int, check: Callable[[str], None]
+) -> tuple[FileChange, int]:
   header = re.fullmatch(r"diff --git a/(\S+) b/(\S+)\n", lines[at])
   if not header:
     raise PatchError(
@@ -141,7 +149,7 @@ def _file(lines: Sequence[str], at: int) -> tuple[FileChange, int]:
   while at < len(lines) and not lines[at].startswith(("--- ", "diff --git ")):
     kind = _extended(path, lines[at].rstrip("\n"), kind)
     at += 1
-  check_path(path)
+  check(path)
   old = "/dev/null" if kind == "add" else f"a/{path}"
   new = "/dev/null" if kind == "delete" else f"b/{path}"
   hunks: list[Hunk] = []
@@ -267,7 +275,7 @@ def apply(
     if (path in files) == (change.kind == "add"):
       there = "is there already" if change.kind == "add" else "is not there"
       raise PatchError(f"{path}: {there} in the base")
-    old = _lines(files.get(path, b"").decode("utf-8"))
+    old = lines_of(files.get(path, b"").decode("utf-8"))
     new: list[str] = []
     at = 0
     for hunk in change.hunks:
@@ -306,12 +314,6 @@ def _check_shadow(path: str, files: Mapping[str, bytes]) -> None:
       raise PatchError(f"{path}: a folder {name} beside {name}.py")
 
 
-def _lines(text: str) -> list[str]:
-  parts = text.split("\n")
-  lines = [part + "\n" for part in parts[:-1]]
-  return lines + ([parts[-1]] if parts[-1] else [])
-
-
 def render(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> bytes:
   """A patch from one tree to another, as `parse` reads it.
 
@@ -333,7 +335,9 @@ def render(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> bytes:
       "/dev/null" if after is None else f"b/{path}",
     )
     lines = difflib.unified_diff(
-      _lines((before or b"").decode()), _lines((after or b"").decode()), *names
+      lines_of((before or b"").decode()),
+      lines_of((after or b"").decode()),
+      *names,
     )
     for line in lines:
       ended = line.endswith("\n")
@@ -356,40 +360,10 @@ def merge(base: Mapping[str, bytes], first: bytes, second: bytes) -> bytes:
   if not first or not second:
     return first or second
   ours, theirs = (apply(base, parse(patch)) for patch in (first, second))
-  merged = dict(ours)
-  for path in theirs.keys() | base.keys():
-    versions = base.get(path), ours.get(path), theirs.get(path)
-    before, mine, its = versions
-    if its == before or its == mine:
-      continue
-    if mine == before:
-      if its is None:
-        del merged[path]
-      else:
-        merged[path] = its
-    elif before is None or mine is None or its is None:
-      raise Conflict(f"{path}: both add it, or one deletes it")
-    else:
-      merged[path] = _merge_file(path, mine, before, its)
-  return render(base, merged)
-
-
-def _merge_file(path: str, mine: bytes, before: bytes, its: bytes) -> bytes:
-  with tempfile.TemporaryDirectory() as folder:
-    names = [Path(folder) / name for name in ("mine", "before", "its")]
-    for name, data in zip(names, (mine, before, its), strict=True):
-      name.write_bytes(data)
-    try:
-      done = subprocess.run(
-        ["git", "merge-file", "-p", *map(str, names)],
-        capture_output=True,
-        cwd=folder,
-      )
-    except OSError as e:
-      raise PatchError(f"{path}: git merge-file: {e.strerror}") from None
-  if done.returncode:
-    raise Conflict(f"{path}: both patches change the same place")
-  return done.stdout
+  try:
+    return render(base, merging.merge_trees(base, ours, theirs))
+  except merging.MergeError as e:
+    raise Conflict(str(e)) from None
 
 
 def review(changes: Sequence[FileChange]) -> list[str]:
