@@ -39,7 +39,7 @@ from specpilot_jax.configs import TWO_LEVEL, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry, two_level
-from specpilot_jax.models import target as target_lib
+from specpilot_jax.models import assembly
 
 _NO_COST_MODEL = "the cost model failed"
 
@@ -101,7 +101,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   model = source.build(settings.dtype, settings.kernels, settings.weights)
   drafter = loading.make_drafter(settings.drafter, model.target)
   jax.block_until_ready(
-    (target_lib.parameters(model.target), drafter and drafter.params)
+    (assembly.leaves(model.target), drafter and drafter.params)
   )
   startup["weights_s"] = _age_s()
   peaks = plan.Peaks(planned)
@@ -268,6 +268,7 @@ def _plan(
   plain = len(settings.systems) - drafting + settings.token_forcing
   # A profile has a request of its own beside the engines'.
   drafting += profile
+  wanted = {source.held(settings.system(n).weights) for n in settings.systems}
   return plan.memory(
     source.config,
     loading.drafter_config(settings.drafter, source.config),
@@ -276,7 +277,7 @@ def _plan(
     prefill_chunk=settings.prefill_chunk,
     drafting=drafting,
     plain=plain,
-    weights=sorted({settings.system(n).weights for n in settings.systems}),
+    weights=sorted(wanted),
     views=plan.views(map(settings.system, settings.systems), profile=profile),
     packed_views=settings.kernels.w12_matmul != "reference",
   )

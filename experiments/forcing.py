@@ -53,7 +53,9 @@ def calibration(
       "jax": jax.__version__,
       "prefill_chunk": prefill_chunk,
       "sampling": "greedy" if greedy else "sampled",
-    },
+    }
+    # Another model, of the same files; W12 is the same one.
+    | ({"form": "fp8"} if model.target.weights == "fp8" else {}),
   )
 
 

@@ -59,7 +59,8 @@ _OUTPUT_DIR = flags.DEFINE_string(
 )
 _TARGET = flags.DEFINE_string(
   "target", None, "zoo, smollm2, widened:PRESET (the zoo at a big model's"
-  " shape), a Hugging Face folder, a .gguf or Orbax folder.",
+  " shape), a Hugging Face folder, a .gguf or Orbax folder; fp8:NAME is NAME"
+  " in FP8.",
 )  # fmt: skip
 _DRAFTER = flags.DEFINE_string(
   "drafter", "prompt_lookup", f"One of {', '.join(loading.DRAFTERS)}."

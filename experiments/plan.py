@@ -122,6 +122,10 @@ def memory(
   if "w12" in weights:
     own = drafter if drafting else None
     held["weights_in_w12"] = footprint.w12_bytes(target, own)
+  if "fp8" in weights:
+    held["weights_in_fp8"] = footprint.fp8_bytes(target, dtype)
+    # A drafter stays as it is.
+    held["drafter"] = with_drafter.drafter_bytes if drafting else 0
   if views:
     one = with_drafter.target_bytes
     if packed_views:

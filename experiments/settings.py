@@ -120,9 +120,9 @@ class Settings:
 
   @property
   def weights(self) -> str:
-    """How the target is loaded: in W12 where no system wants another form."""
+    """How the target is loaded: as it is where systems want several forms."""
     wanted = {self.system(name).weights for name in self.systems}
-    return "w12" if wanted == {"w12"} else "bf16"
+    return wanted.pop() if len(wanted) == 1 else "bf16"
 
   def system(self, name: str) -> SystemConfig:
     """How a system decodes."""

@@ -34,7 +34,8 @@ class Kernels:
 
   Passes over a run of prompt, scoring among them, take the references:
   products with weights bound them, and scores of a kernel's outputs come from
-  the definition.
+  the definition. `fp8_matmul` alone is in prompts too, whose products it is
+  faster at; scores are the reference's.
 
   Attributes:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).
@@ -42,6 +43,7 @@ class Kernels:
     gdn_commit: its state after an accepted path (`gdn_commit.commit`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
     w12_matmul: rows times weights in W12 (`w12_matmul.matmul`).
+    fp8_matmul: rows times weights in FP8 (`fp8_matmul.matmul`).
     add_norm: its residual sums and their norms (`add_norm.add_norm`).
     tree_growth: trees over a drafter's lattice (`tree_growth.grow`), and the
       order of its candidates (`tree_table.table`).
@@ -52,6 +54,7 @@ class Kernels:
   gdn_commit: Implementation = "reference"
   tree_attention: Implementation = "reference"
   w12_matmul: W12Implementation = "reference"
+  fp8_matmul: Implementation = "reference"
   add_norm: Implementation = "reference"
   tree_growth: Implementation = "reference"
 

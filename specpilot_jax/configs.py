@@ -124,7 +124,7 @@ class ModelConfig:
 
 
 ACCEPTANCE_RULES = ("match", "rejection")
-WEIGHTS = ("bf16", "w12")
+WEIGHTS = ("bf16", "w12", "fp8")
 TREES = CHAIN, BEST_FIRST, MARGINAL = ("chain", "best_first", "marginal")
 VERIFICATIONS = ONE_LEVEL, TWO_LEVEL, AUTO = ("one_level", "two_level", "auto")
 VIEWS = ("midpoint", "truncated", "scaled")
@@ -135,6 +135,16 @@ MAX_NODES = 128
 
 DEFAULT_TREE_NODES = 32
 """Nodes of a tree whose budget is not set."""
+
+
+def runs_on(weights: str, held: str) -> bool:
+  """Whether a system runs on a target as it is held.
+
+  Args:
+    weights: of the system; `bf16` takes a model of FP8 codes as it was built.
+    held: of the target.
+  """
+  return weights == held or (weights, held) == ("bf16", "fp8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +164,8 @@ class SystemConfig:
       whole block for a chain and `DEFAULT_TREE_NODES` for a tree.
     tree_depth: drafts of a path at most; None is all that the drafter offers.
     weights: `bf16` holds matrices as they were built; `w12` in 12 bits,
-      without changing a bit of them.
+      without changing a bit of them; `fp8` in e4m3 codes, which makes another
+      model of them.
     verification: `one_level` is one exact pass over the drafts; `two_level`
       looks at them with the 8-bit view of the weights first, drafts on from
       there, and gives all to the exact pass; `auto` does so in steps where it

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import w12_array
+from pallas_kernels import fp8_array, w12_array
+from specpilot_jax.checkpoints import fp8, layout
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import state as state_lib
@@ -114,6 +115,21 @@ def w12_bytes(target: ModelConfig, drafter: DrafterConfig | None) -> int:
     height = w12_array.tile_shape(quarter, leaf.shape[1])[0]
     padded = -(-quarter // height) * height
     total += 6 * padded * leaf.shape[1] + 4 * quarter + lists
+  return total
+
+
+def fp8_bytes(config: ModelConfig, dtype: str) -> int:
+  """Weights of a target in FP8, what is left in `dtype` included."""
+  leaves = target_lib.structs(config, jnp.dtype(dtype))
+  total = _bytes(leaves.values())
+  size = jnp.dtype(dtype).itemsize
+  for fused in layout.layout(config).values():
+    heights = [p.shape[0] for p in fused.parts if fp8.converted(p)]
+    if heights:
+      rows, columns = sum(heights), fused.shape[1]
+      block = fp8.joint_block(heights, fp8.BLOCKS)
+      scales = fp8_array.scale_shape(rows, columns, block)
+      total += 4 * math.prod(scales) - (size - 1) * rows * columns
   return total
 
 

@@ -19,7 +19,8 @@ from specpilot_jax.mechanisms import registry
 
 _MODEL = flags.DEFINE_string(
   "model", "zoo", "zoo, smollm2, widened:PRESET (the zoo at a big model's"
-  " shape), a Hugging Face folder, a .gguf file or an Orbax folder.",
+  " shape), a Hugging Face folder, a .gguf file or an Orbax folder; fp8:NAME is"
+  " NAME in FP8.",
 )  # fmt: skip
 _DRAFTER = flags.DEFINE_string(
   "drafter",

@@ -7,6 +7,7 @@ import pathlib
 import jax
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.fp8_array import FP8Array
 from specpilot_jax import compilation, footprint, paths
 from specpilot_jax.checkpoints import (
   SMOLLM2,
@@ -21,7 +22,7 @@ from specpilot_jax.configs import ModelConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import w12
+from specpilot_jax.mechanisms import fp8, w12
 from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.drafters import learned
 from specpilot_jax.models.drafters.config import DrafterConfig
@@ -30,6 +31,15 @@ from specpilot_jax.zoo import store
 
 DRAFTERS = ("none", "prompt_lookup", *learned.KINDS)
 """Drafters by name; a learned one is that which was trained for the model."""
+
+FP8_PREFIX = "fp8:"
+"""Before a model's name: the same, rounded to FP8."""
+
+FP8_NOTE = (
+  "fp8: matrices rounded to e4m3 in blocks of 128x128, activations per token"
+  " and 128 columns"
+)
+"""What every table with figures of such a model must say."""
 
 _OWN_DRAFTERS = {
   ZOO: store.DRAFTERS["zoo"],
@@ -98,15 +108,41 @@ class Source:
     name: name or path it was opened by.
     config: its shape.
     checkpoint: what it is made of; the zoo's for a widened model.
+    quantize: whether it is to be in FP8, where the checkpoint is not.
   """
 
   name: str
   config: ModelConfig
   checkpoint: Checkpoint
+  quantize: bool = False
 
   @property
   def tokenizer(self) -> Tokenizer | None:
     return self.checkpoint.tokenizer
+
+  @property
+  def in_fp8(self) -> bool:
+    """Whether the model is one of FP8 codes, whatever holds it."""
+    return self.quantize or self._stored_in_fp8
+
+  @property
+  def _stored_in_fp8(self) -> bool:
+    stored = self.checkpoint.params.values()
+    return any(isinstance(value, FP8Array) for value in stored)
+
+  def held(self, weights: str) -> str:
+    """How a target is held that is built for `weights`.
+
+    Raises:
+      SpecPilotError: a model in FP8 is to be in W12.
+    """
+    if not self.in_fp8:
+      return weights
+    if weights == "w12":
+      raise SpecPilotError(
+        f"{self.name} is in FP8, weights=w12 cannot be made of it"
+      )
+    return "fp8"
 
   def build(
     self,
@@ -118,19 +154,20 @@ class Source:
 
     Args:
       kernels: implementations of its operations.
-      weights: `w12` holds its matrices in that alone.
+      weights: `w12` holds its matrices in that alone, `fp8` makes codes of
+        them.
 
     Raises:
       SpecPilotError: the weights alone are more than the device can hold, or
         the kernels cannot run on it; weights that W12 does not hold.
     """
     dtype = dtype or default_dtype()
-    packed = weights == "w12"
-    needed = (
-      footprint.w12_bytes(self.config, None)
-      if packed
-      else footprint.target_bytes(self.config, dtype)
-    )
+    weights = self.held(weights)
+    needed = footprint.target_bytes(self.config, dtype)
+    if weights == "w12":
+      needed = footprint.w12_bytes(self.config, None)
+    elif weights == "fp8":
+      needed = footprint.fp8_bytes(self.config, dtype)
     available = footprint.device_bytes()
     if available is not None and needed > available:
       raise SpecPilotError(
@@ -139,15 +176,19 @@ class Source:
       )
     notes = tuple(self.checkpoint.notes)
     if widened.is_widened(self.name):
-      hold = w12.hold if packed else widen.as_it_is
+      hold = _hold(self.config, weights)
       target = widened.target(self.name, self.checkpoint, dtype, kernels, hold)
       notes = (*notes, widened.note(self.name))
     else:
       target = target_lib.build(
         self.config, self.checkpoint.params, dtype, kernels
       )
-      if packed:
+      if weights == "w12":
         target = w12.target(target)
+      elif weights == "fp8" and target.weights != "fp8":
+        target = fp8.target(target)
+    if weights == "fp8" and not self._stored_in_fp8:
+      notes = (*notes, FP8_NOTE)
     return LoadedModel(
       target=target,
       tokenizer=self.tokenizer,
@@ -156,21 +197,43 @@ class Source:
     )
 
 
+def _hold(config: ModelConfig, weights: str) -> widen.Hold:
+  """What a widened model holds of each tensor."""
+  if weights == "fp8":
+    return fp8.hold(config)
+  return w12.hold if weights == "w12" else widen.as_it_is
+
+
 def open_target(name_or_path: str | os.PathLike[str]) -> Source:
   """Reads a model, without anything on the device.
 
   Args:
     name_or_path: see `checkpoints.load_checkpoint`; or `widened:PRESET`, the
-      zoo at the shape of a big model (`checkpoints.widened`).
+      zoo at the shape of a big model (`checkpoints.widened`). `fp8:` before
+      any of these is that model with its matrices rounded to FP8, for models
+      that are not released so.
   """
   name = str(name_or_path)
   if not name:
     raise SpecPilotError("the name or path of the model is empty")
+  if name.lower().startswith(FP8_PREFIX):
+    inner = open_target(name[len(FP8_PREFIX) :])
+    if inner.in_fp8:
+      raise SpecPilotError(f"{inner.name} is in FP8 already, so not {name!r}")
+    return dataclasses.replace(inner, quantize=True)
   if widened.is_widened(name):
     zoo = load_checkpoint(ZOO)
     return Source(name, widened.target_config(name, zoo), zoo)
   checkpoint = load_checkpoint(name_or_path)
   return Source(name, checkpoint.config, checkpoint)
+
+
+def located(name: str) -> str:
+  """The name of a model or drafter, a path made absolute."""
+  prefix = name[: len(FP8_PREFIX)]
+  if prefix.lower() == FP8_PREFIX:
+    return prefix + located(name[len(FP8_PREFIX) :])
+  return str(pathlib.Path(name).absolute()) if os.path.exists(name) else name
 
 
 def load_target(

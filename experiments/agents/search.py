@@ -69,7 +69,7 @@ class Search:
   def _values(self, option: Option) -> Iterator[str]:
     if isinstance(option.domain, Choice):
       for value in option.domain.values:
-        if value != option.default:
+        if value != option.default and value not in option.other_models:
           yield value
       return
     for count in COUNTS:

@@ -175,8 +175,9 @@ class Floor:
   """What a request costs at least on a card, at its nominal peaks.
 
   Attributes:
-    weight_bytes: that a pass reads at least: the matrices in 12 bits, without
-      the embedding (rows of it are read) and without what caches may keep.
+    weight_bytes: that a pass reads at least: the matrices in 12 bits, or as
+      FP8 codes where the model has those, without the embedding (rows of it
+      are read) and without what caches may keep.
     flops: of a token at least, one node.
     bandwidth, peak: of the card.
   """
@@ -187,12 +188,16 @@ class Floor:
   peak: float
 
   @classmethod
-  def of(cls, config: ModelConfig, card: devices.Device) -> "Floor":
+  def of(
+    cls, config: ModelConfig, card: devices.Device, *, in_fp8: bool = False
+  ) -> "Floor":
     """The floor of a target on a card."""
     embedding = 0
     if not config.tie_embeddings:
       embedding = config.vocab_size * config.hidden_size
     packed = footprint.w12_bytes(config, None) - 1.5 * embedding
+    if in_fp8:
+      packed = footprint.fp8_bytes(config, "bfloat16") - 2 * embedding
     numbers = footprint.target_bytes(config, "bfloat16") / 2 - embedding
     return cls(
       weight_bytes=max(0.0, packed - CACHED_BYTES),
@@ -225,9 +230,11 @@ class Floor:
     return None
 
 
-def device_floor(config: ModelConfig, device_kind: str) -> Floor | None:
+def device_floor(
+  config: ModelConfig, device_kind: str, *, in_fp8: bool = False
+) -> Floor | None:
   """The floor on a device; None where its peaks are not known."""
   try:
-    return Floor.of(config, devices.lookup(device_kind))
+    return Floor.of(config, devices.lookup(device_kind), in_fp8=in_fp8)
   except SpecPilotError:
     return None

@@ -173,12 +173,9 @@ class Lab:
   def _subject(self, system: System) -> paired.Subject:
     built, _ = self._tree(system.patch)
 
-    def full(name: str) -> str:
-      return str(Path(name).absolute()) if Path(name).exists() else name
-
     settings = {
-      "target": full(self.settings.target),
-      "drafter": full(system.drafter),
+      "target": loading.located(self.settings.target),
+      "drafter": loading.located(system.drafter),
       "dtype": self.settings.dtype,
       "options": system.options,
       "kernels": system.kernels,
@@ -247,6 +244,7 @@ class Lab:
       "sampling": dataclasses.asdict(s.sampling),
       "prompts": list(s.prompt_sets),
       "batch": 1,
+      **({"form": "fp8"} if self.source.in_fp8 else {}),
     }
     # The noise is that of this code, these requests and these processes.
     launched = {
@@ -438,7 +436,9 @@ class Lab:
       config=self.source.config,
       tokenizer=self.source.tokenizer,
       forced=force,
-      floor=checks.device_floor(self.source.config, kind),
+      floor=checks.device_floor(
+        self.source.config, kind, in_fp8=self.source.in_fp8
+      ),
       noise=self.sessions.s_aa,
       min_units=statistics.MIN_BLOCKS if self.blocks else statistics.MIN_UNITS,
     )

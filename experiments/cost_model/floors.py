@@ -156,12 +156,20 @@ def _matmul(
 
 
 def target_gemm(
-  config: configs.ModelConfig, dtype: str, nodes: float, *, head: bool = True
+  config: configs.ModelConfig,
+  dtype: str,
+  nodes: float,
+  *,
+  head: bool = True,
+  weights: str = "bf16",
 ) -> Work:
   """Every weight matrix once, its input and its output.
 
   Args:
     head: whether there are logits; reading a prompt needs none.
+    weights: in `fp8` a code is a byte, and FLOPs with codes count half, as
+      cards do twice as many of them. The head and the small projections of
+      Gated DeltaNet have none.
   """
   size = itemsize(dtype)
   work = Work()
@@ -170,6 +178,10 @@ def target_gemm(
       continue
     out_size = _state_size(dtype) if name == "head" else size
     work += _matmul(count, out, into, nodes, size, out_size)
+    if weights == "fp8" and name != "head":
+      small = 2 * config.gdn_num_value_heads if name == "in_proj" else 0
+      codes = count * (out - small) * into
+      work += Work(flops=-nodes * codes, bytes=-(size - 1) * codes)
   return work
 
 
@@ -351,6 +363,7 @@ class Models:
   Attributes:
     target: its configuration.
     dtype: of weights and activations.
+    weights: `fp8` where the target's matrices are codes.
     drafter: of `loading.DRAFTERS`.
     drafter_config: of a learned drafter, else None.
   """
@@ -359,6 +372,7 @@ class Models:
   dtype: str
   drafter: str
   drafter_config: DrafterConfig | None
+  weights: str = "bf16"
 
   def __post_init__(self):
     known = ("none", "prompt_lookup", *learned.KINDS)
@@ -384,7 +398,7 @@ def step_work(models: Models, step: Step) -> dict[str, Work]:
   elif models.drafter_config is not None:
     drafter = dflash(models.drafter_config, target, dtype, step)
   return {
-    TARGET_GEMM: target_gemm(target, dtype, step.nodes),
+    TARGET_GEMM: target_gemm(target, dtype, step.nodes, weights=models.weights),
     RECURRENT: recurrent(target, dtype, step),
     ATTENTION: attention(target, dtype, step),
     DRAFTER: drafter,
@@ -398,7 +412,7 @@ def prefill_work(models: Models, rows: float, context: float) -> Work:
   step = Step(nodes=rows, context=context, committed=rows, certain=True)
   target, dtype = models.target, models.dtype
   work = (
-    target_gemm(target, dtype, rows, head=False)
+    target_gemm(target, dtype, rows, head=False, weights=models.weights)
     + recurrent(target, dtype, step)
     + attention(target, dtype, step)
     + other(target, dtype, rows, head=False)

@@ -73,6 +73,8 @@ class Subject:
       dtype=str(self.target.dtype),
       drafter=self.drafter.name,
       drafter_config=config if isinstance(config, DrafterConfig) else None,
+      # W12 is floored as what it holds.
+      weights="fp8" if self.target.weights == "fp8" else "bf16",
     )
 
   def session(self, name: str) -> Session:
@@ -179,6 +181,7 @@ def collect(
     "kind": model.TIMED if on_cpu else model.PROFILED,
     "device_kind": device,
     "dtype": models.dtype,
+    "weights": models.weights,
     "target": dataclasses.asdict(models.target),
     "drafter": models.drafter,
     "drafter_config": (

@@ -72,6 +72,7 @@ def models_of(profile: Mapping[str, Any]) -> floors.Models:
     dtype=profile["dtype"],
     drafter=profile["drafter"],
     drafter_config=drafter,
+    weights=profile.get("weights", "bf16"),
   )
 
 

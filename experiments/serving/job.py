@@ -1,8 +1,9 @@
 """The job `benchmark` under loads of many requests.
 
-Systems are measured one after the other, each at every load: the state of its
-slots is then the only one in memory, beside weights that systems share. Each is
-compiled and warmed up first; nothing may be compiled while requests are served.
+Each load is served by every system in turn, in an order that turns around from
+load to load, so that drift of the machine does not favour one: all have their
+slots at the same time, beside weights that they share. Each is compiled and
+warmed up first; nothing may be compiled while requests are served.
 Stock, decoding one request at a time, then scores the outputs.
 """
 
@@ -35,7 +36,7 @@ from specpilot_jax.configs import ONE_LEVEL, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import batching, registry
-from specpilot_jax.models import target as target_lib
+from specpilot_jax.models import assembly
 
 _WARM_UP_TOKENS = 16
 
@@ -162,7 +163,7 @@ def run(settings: Settings, load: LoadSettings) -> int:
   model = source.build(settings.dtype, settings.kernels, settings.weights)
   drafter = loading.make_drafter(settings.drafter, model.target)
   jax.block_until_ready(
-    (target_lib.parameters(model.target), drafter and drafter.params)
+    (assembly.leaves(model.target), drafter and drafter.params)
   )
   peaks = plan.Peaks(planned)
   peaks.note("weights")
@@ -245,17 +246,19 @@ def run(settings: Settings, load: LoadSettings) -> int:
 
 
 def _plan(settings, load, source, room: int) -> dict[str, int]:
-  """Bytes by purpose: one system's slots at a time, and the scorer's."""
-  drafting = any(name != AR for name in settings.systems)
+  """Bytes by purpose: the slots of all systems, and the scorer's request."""
+  drafting = sum(name != AR for name in settings.systems)
+  plain = len(settings.systems) - drafting
+  wanted = {source.held(settings.system(n).weights) for n in settings.systems}
   return plan.memory(
     source.config,
     loading.drafter_config(settings.drafter, source.config),
     dtype=settings.dtype or loading.default_dtype(),
     max_seq_len=room,
     prefill_chunk=settings.prefill_chunk,
-    drafting=load.slots if drafting else 0,
-    plain=int(settings.token_forcing) + (0 if drafting else load.slots),
-    weights=sorted({settings.system(n).weights for n in settings.systems}),
+    drafting=load.slots * drafting,
+    plain=load.slots * plain + settings.token_forcing,
+    weights=sorted(wanted),
   )
 
 
@@ -265,35 +268,44 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
   records: dict[str, list[Any]] = {}
   extras: dict[str, dict[str, Any]] = {}
   result["recompiles"] = 0
+  policies = {name: told.policy(name) for name in settings.systems}
+  profiles = {}
+  for name, policy in policies.items():
+    profiles[name] = _warm_up(told, name, policy, result)
+  clock.lap("warm_up")
+  peaks.note("warm_up")
   total = len(settings.systems) * len(load.levels) * len(told.requests)
   with Progress("serve", total) as progress:
-    for name in settings.systems:
-      policy = told.policy(name)
-      profile = _warm_up(told, name, policy, result)
-      clock.lap(f"warm_up_{name}")
-      for level in load.levels:
+    for index, level in enumerate(load.levels):
+      for name in list(policies)[:: -1 if index % 2 else 1]:
         key = f"{name}{metrics.AT}{level.name}"
         held, before = plan.held_bytes(), compilation.num_compilations()
-        records[key] = _serve(told, name, level, policy, progress)
+        records[key] = _serve(told, name, level, policies[name], progress)
         result["recompiles"] += compilation.num_compilations() - before
         result["stopped_early"] |= len(records[key]) < len(told.requests)
         extras[key] = {
           "options": registry.assignments(settings.system(name)),
           "held_bytes": [held, plan.held_bytes()],
-          "profile": profile,
+          "profile": profiles[name],
         }
         told.folder.event("served", system=name, level=level.name)
-      clock.lap(f"serve_{name}")
-      peaks.note(name)
-      del policy  # The slots of the next one take its place.
+  clock.lap("serve")
+  peaks.note("serve")
+  # In the order of the systems, whoever came first under a load.
+  records = {
+    key: records[key]
+    for name in settings.systems
+    for level in load.levels
+    for key in [f"{name}{metrics.AT}{level.name}"]
+    if records[key]
+  }
   result["systems"] = {
     key: metrics.summarize(members, records.get(metrics.at_level(AR, key), ()))
     | extras[key]
     for key, members in records.items()
-    if members
   }
   _beside_stock(result["systems"])
-  return {key: members for key, members in records.items() if members}
+  return records
 
 
 def _beside_stock(systems: dict[str, dict[str, Any]]) -> None:

@@ -16,7 +16,8 @@ DEFINITIONS = (
   " output tokens over the time from the first arrival to the last token; TTFT"
   " counts from the arrival, the queue is from the arrival to a slot. A pass"
   " verifies the anchors and drafts of several requests: nodes per pass counts"
-  " them all. Systems are served one after the other, each at every load."
+  " them all. Each load is served by every system in turn, in an order that"
+  " turns around from load to load."
 )
 
 

@@ -40,7 +40,8 @@ class Checkpoint:
       tokenizer.
     params: parameter name to array; bfloat16, float16 or float32 as stored
       (float32 where the weights were quantised), or a `W12Array` of NumPy
-      leaves where it is stored as that and was not decoded.
+      leaves where it is stored as that and was not decoded, or an `FP8Array`
+      of them.
     tokenizer: None where the checkpoint has none.
     source: where it was read from.
     notes: what a report must say about the weights, one line each.

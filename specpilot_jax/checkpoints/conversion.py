@@ -127,6 +127,11 @@ def convert(
   output = pathlib.Path(os.path.abspath(output))
   common.check_free(output)
   with open_source(source) as opened:
+    if opened.fp8:
+      raise SpecPilotError(
+        f"{source}: its matrices are in FP8; {kind} would make another model of"
+        " them"
+      )
     plan = _plan(opened, str(source), kind, round_to_bf16)
     begun = {
       "format": FORMAT,

@@ -5,6 +5,9 @@ fused parameters of `layout`. Every tensor of the file is accounted for: used,
 or skipped because its name says that it belongs to the vision tower or to the
 multi-token-prediction head, or refused.
 
+Where `quantization_config` says so, matrices may be FP8 codes with scales
+(`fp8`); they are read as `FP8Array`.
+
 In place of `model.safetensors` a folder may have its tensors in W12
 (`w12_file`), which `transformers` does not read; a conversion to safetensors
 gives such a folder's tensors back, bit for bit.
@@ -12,6 +15,7 @@ gives such a folder's tensors back, bit for bit.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -22,7 +26,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from pallas_kernels.fp8_array import FP8Array
 from specpilot_jax.checkpoints import checkpoint as common
+from specpilot_jax.checkpoints import fp8 as fp8_lib
 from specpilot_jax.checkpoints import w12_file
 from specpilot_jax.checkpoints.hf_config import from_hf, to_hf
 from specpilot_jax.checkpoints.layout import (
@@ -34,6 +40,7 @@ from specpilot_jax.checkpoints.layout import (
 )
 from specpilot_jax.checkpoints.source import (
   Source,
+  assemble,
   checked,
   fused_blocks,
   fused_dtypes,
@@ -41,6 +48,7 @@ from specpilot_jax.checkpoints.source import (
 from specpilot_jax.checkpoints.tensor_file import TensorFile
 from specpilot_jax.configs import ModelConfig, is_integer
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import fp8 as fp8_model
 from specpilot_jax.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG = "config.json"
@@ -82,7 +90,11 @@ def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
   """The same, to be read parameter by parameter while it is open."""
   folder = pathlib.Path(folder)
   name = folder.resolve().name
-  config = from_hf(common.read_json(folder / CONFIG), name)
+  fields = common.read_json(folder / CONFIG)
+  quantization = None
+  if fields.get(fp8_lib.FIELD) is not None:
+    quantization = fp8_lib.parse(fields.pop(fp8_lib.FIELD), name)
+  config = from_hf(fields, name)
   tokenizer = None
   # What is there but is no file must not pass for absent.
   if os.path.lexists(folder / TOKENIZER_FILE):
@@ -91,7 +103,7 @@ def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
     _merge_generation_config(config, folder), tokenizer, str(folder)
   )
   with contextlib.ExitStack() as stack:
-    weights = _Weights(folder, config, stack)
+    weights = _Weights(folder, config, stack, quantization)
     weights.check()
     sources = [CONFIG, *weights.files]
     sources += [GENERATION_CONFIG] * (folder / GENERATION_CONFIG).exists()
@@ -106,6 +118,8 @@ def open_source(folder: str | os.PathLike[str]) -> Generator[Source]:
       fingerprint=lambda: digests,
       dtypes=weights.dtypes(),
       read_blocks=weights.blocks,
+      fp8=weights.fp8,
+      read_fp8=weights.read_fp8,
     )
 
 
@@ -129,9 +143,16 @@ def _merge_generation_config(config: ModelConfig, folder: pathlib.Path):
 class _Weights:
   """The files with the weights, indexed by text-only tensor name."""
 
-  def __init__(self, folder, config, stack):
+  def __init__(
+    self,
+    folder,
+    config,
+    stack,
+    quantization: fp8_lib.Quantization | None = None,
+  ):
     self._folder = folder
     self._config = config
+    self._quantization = quantization
     self._table = layout(config)
     self.files, index = self._list_files()
     self._where: dict[str, tuple[TensorFile | w12_file.W12File, str, str]] = {}
@@ -213,7 +234,7 @@ class _Weights:
     """
     table = self._table
     parts = {part.name: part for f in table.values() for part in f.parts}
-    known = set(parts)
+    known = {*parts, *map(self._scale_name, parts)}
     if self._config.tie_embeddings:
       known.add(LM_HEAD)
     for name, (_, file, stored) in self._where.items():
@@ -230,13 +251,63 @@ class _Weights:
       )
     for part in parts.values():
       self._check_header(part)
+    if self._quantization is not None and not self.fp8:
+      raise SpecPilotError(
+        f"{self._folder}: {CONFIG} has a {fp8_lib.FIELD}, but no tensor is"
+        f" {fp8_lib.E4M3_NAME}"
+      )
     if self._config.tie_embeddings and LM_HEAD in self._where:
       self._check_tied(parts[EMBEDDING])
 
   def dtypes(self) -> dict[str, np.dtype]:
     return fused_dtypes(self._table, self._dtype)
 
+  @functools.cached_property
+  def fp8(self) -> frozenset[str]:
+    """Parameters of which tensors are codes."""
+    return frozenset(
+      name
+      for name, fused in self._table.items()
+      if any(map(self._is_coded, fused.parts))
+    )
+
+  def read_fp8(self, name: str) -> FP8Array:
+    """A parameter with its scales."""
+    fused, quantization = self._table[name], self._quantization
+    assert quantization is not None
+    count = fp8_lib.split_rows(fused, str(self._folder), self._is_coded)
+    coded = []
+    for part in fused.parts[:count]:
+      shard, file, stored = self._where[part.name]
+      scales, _, scale_name = self._where[self._scale_name(part.name)]
+      codes, scale = shard.read(stored), scales.read(scale_name)
+      one = fp8_lib.join(
+        [(codes, scale.astype(np.float32))], (), quantization.block
+      )
+      fp8_model.check(one, f"{self._folder}/{file}: tensor {stored!r}")
+      coded.append((codes, one.scale))
+    rest = [
+      assemble(self._read(part), part.shape, self._dtype(part))
+      for part in fused.parts[count:]
+    ]
+    return fp8_lib.join(coded, rest, quantization.block)
+
+  def _is_coded(self, part: Part) -> bool:
+    shard, _, stored = self._where[part.name]
+    return shard.dtype_name(stored) == fp8_lib.E4M3_NAME
+
+  def _scale_name(self, tensor: str) -> str:
+    """Of the scales of a tensor; its own name where there can be none."""
+    if self._quantization is None or not tensor.endswith(".weight"):
+      return tensor
+    return f"{tensor.removesuffix('weight')}{self._quantization.suffix}"
+
   def blocks(self, name: str) -> Iterator[np.ndarray]:
+    if name in self.fp8:
+      raise SpecPilotError(
+        f"{self._folder}: parameter {name!r} is in FP8 and has no rows of one"
+        " type"
+      )
     fused = self._table[name]
     dtypes = fused_dtypes({name: fused}, self._dtype)
     return fused_blocks(fused, dtypes[name], self._read)
@@ -244,10 +315,13 @@ class _Weights:
   def _check_header(self, part: Part) -> None:
     shard, file, stored = self._where[part.name]
     shape, dtype = shard.shape(stored), shard.dtype_name(stored)
-    if dtype not in _DTYPES:
+    supported = [*_DTYPES]
+    if self._quantization is not None and fp8_lib.is_linear(part):
+      supported.append(fp8_lib.E4M3_NAME)
+    if dtype not in supported:
       raise SpecPilotError(
         f"{self._folder}/{file}: tensor {stored!r} has dtype {dtype},"
-        f" supported are {', '.join(_DTYPES)}"
+        f" supported are {', '.join(supported)}"
       )
     if shape != part.shape:
       raise SpecPilotError(
@@ -255,8 +329,48 @@ class _Weights:
         f" expected {list(part.shape)}"
       )
 
+    if self._quantization is not None:
+      self._check_scales(part, self._quantization)
+
+  def _check_scales(
+    self, part: Part, quantization: fp8_lib.Quantization
+  ) -> None:
+    """Of a tensor: that they are there where it is codes, and fit."""
+    _, file, stored = self._where[part.name]
+    where = f"{self._folder}/{file}: tensor"
+    name = self._scale_name(part.name)
+    if not self._is_coded(part):
+      if name != part.name and name in self._where:
+        raise SpecPilotError(
+          f"{where} {self._where[name][2]!r} scales {stored!r}, which is not"
+          f" {fp8_lib.E4M3_NAME}"
+        )
+      return
+    if quantization.leaves(stored.removesuffix(".weight")):
+      raise SpecPilotError(
+        f"{where} {stored!r} is {fp8_lib.E4M3_NAME}, {CONFIG} says that it is"
+        " not converted"
+      )
+    if name not in self._where:
+      raise SpecPilotError(f"{where} {stored!r} has no {quantization.suffix}")
+    shard, file, stored = self._where[name]
+    where = f"{self._folder}/{file}: tensor {stored!r}"
+    if shard.dtype_name(stored) not in _DTYPES:
+      raise SpecPilotError(
+        f"{where} has dtype {shard.dtype_name(stored)}, supported are"
+        f" {', '.join(_DTYPES)}"
+      )
+    shapes = quantization.scale_shapes(part)
+    if shard.shape(stored) not in shapes:
+      raise SpecPilotError(
+        f"{where} has shape {list(shard.shape(stored))}, expected"
+        f" {list(shapes[0])}"
+      )
+
   def _dtype(self, part: Part) -> np.dtype:
     shard, _, stored = self._where[part.name]
+    if self._is_coded(part):
+      return common.FLOAT32  # of what codes and scales stand for
     return np.dtype(_DTYPES[shard.dtype_name(stored)])
 
   def _read(self, part: Part) -> Iterator[np.ndarray]:
@@ -308,6 +422,7 @@ def save(
       folder that cannot be written.
   """
   table = layout(config)
+  fp8_lib.refuse_to_write(params, config.name)
   for name in params:
     if name not in table:
       raise SpecPilotError(f"{config.name}: unknown parameter {name!r}")

@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import checkpoint as common
-from specpilot_jax.checkpoints import stored, w12_storage
+from specpilot_jax.checkpoints import fp8, stored, w12_storage
 from specpilot_jax.checkpoints.layout import layout
 from specpilot_jax.checkpoints.source import Source
 from specpilot_jax.configs import ModelConfig
@@ -53,6 +53,7 @@ def save(folder: str | os.PathLike[str], checkpoint: common.Checkpoint) -> None:
 
   config = checkpoint.config
   table = layout(config)
+  fp8.refuse_to_write(checkpoint.params, config.name)
   for name in checkpoint.params:
     if name not in table:
       raise SpecPilotError(f"{config.name}: unknown parameter {name!r}")

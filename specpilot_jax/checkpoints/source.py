@@ -41,6 +41,8 @@ class Source:
     read_blocks: a parameter's rows, block by block.
     read_stored: where parameters may be stored in W12: one as it is stored,
       `W12Array` or array.
+    fp8: names of the parameters in FP8, which have no rows to read.
+    read_fp8: one of them, `FP8Array` of NumPy leaves.
   """
 
   config: ModelConfig
@@ -52,6 +54,8 @@ class Source:
   dtypes: Mapping[str, np.dtype]
   read_blocks: Callable[[str], Iterator[np.ndarray]]
   read_stored: Callable[[str], Any] | None = None
+  fp8: frozenset[str] = frozenset()
+  read_fp8: Callable[[str], Any] | None = None
 
   @functools.cached_property
   def table(self) -> dict[str, Fused]:
@@ -68,8 +72,16 @@ class Source:
     return assemble(blocks, self.table[name].shape, self.dtypes[name])
 
   def checkpoint(self, *, decode: bool = False) -> common.Checkpoint:
-    """The model with all parameters read; W12 stays W12 unless decoded."""
-    read = self.read if decode or not self.read_stored else self.read_stored
+    """The model with all parameters read; W12 stays W12 unless decoded, FP8
+    stays FP8."""
+    plain = self.read if decode or not self.read_stored else self.read_stored
+
+    def read(name: str) -> Any:
+      if name not in self.fp8:
+        return plain(name)
+      assert self.read_fp8 is not None
+      return self.read_fp8(name)
+
     return common.Checkpoint(
       config=self.config,
       params={name: read(name) for name in self.dtypes},

@@ -28,6 +28,7 @@ _DTYPES = {
   "F16": np.dtype(np.float16),
   "U16": np.dtype(np.uint16),
   "U8": np.dtype(np.uint8),
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 """By the library's names, in its order within a file: wider types first."""
 
@@ -111,7 +112,8 @@ def write(
 
   Args:
     path: of the file; one that is there is replaced.
-    tensors: by name; float32, int32, bfloat16, float16, uint16 or uint8.
+    tensors: by name; float32, int32, bfloat16, float16, uint16, uint8 or
+      float8_e4m3fn.
     metadata: of the header.
 
   Raises:

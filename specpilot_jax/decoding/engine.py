@@ -14,7 +14,7 @@ from flax import nnx
 
 from specpilot_jax import compilation
 from specpilot_jax import kernels as kernels_lib
-from specpilot_jax.configs import ONE_LEVEL, SystemConfig
+from specpilot_jax.configs import ONE_LEVEL, SystemConfig, runs_on
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding.draft import Drafter
@@ -102,7 +102,7 @@ class Engine:
     self.max_seq_len = max_seq_len
     self.prefill_chunk = prefill_chunk
     self._check(config, drafter, tokenizer)
-    if system.weights != target.weights:
+    if not runs_on(system.weights, target.weights):
       raise SpecPilotError(
         f"the system wants weights={system.weights}, {config.name} is in"
         f" {target.weights}"

@@ -23,6 +23,7 @@ from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import tree as tree_lib
 from specpilot_jax.decoding.commit import commit
 from specpilot_jax.decoding.schedule import Schedule, Seen
+from specpilot_jax.models import layers
 from specpilot_jax.models import state as state_lib
 
 
@@ -537,7 +538,7 @@ class StepFns:
 
     tokens[0] is the anchor; each target but the last is the next token.
     """
-    model = nnx.merge(self.graphdef, params[0])
+    model = layers.by_definition(nnx.merge(self.graphdef, params[0]))
     nodes = state_lib.run_of(tokens, count, prefill=True)
     out = model(nodes, carry.target, self.taps)
     raw = model.logits(out.hidden)

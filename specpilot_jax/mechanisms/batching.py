@@ -7,9 +7,8 @@ times of the engine itself, and from what drafts have been worth of late.
 """
 
 import dataclasses
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,16 +23,18 @@ from specpilot_jax.configs import ON, SystemConfig
 from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.decoding.batch.engine import BatchEngine, StepLimits
 from specpilot_jax.decoding.batch.scheduler import (
-  Chunk,
   Load,
-  Request,
   Scheduler,
   Update,
 )
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import dynamic_draft, prompt_admission
+from specpilot_jax.mechanisms import (
+  batch_profile,
+  dynamic_draft,
+  prompt_admission,
+)
 from specpilot_jax.mechanisms import shared_budget as shared_budget_lib
 from specpilot_jax.mechanisms.step_costs import (
   StepCosts,
@@ -61,7 +62,13 @@ are worth is an average of the latest hundred."""
 REFRESH = 32
 """Steps after which the number of nodes is chosen again under the same load."""
 
-_TIMED_STEPS, _TIMED_ROUNDS = 4, 3
+LEARNING = 0.1
+"""Share of a step's time in what steps of its shape are taken to cost."""
+
+PROBE = 64
+"""Steps of which one is of the next larger pass than was chosen: without drafts
+nobody would notice that they got better, nor that their pass is cheaper than it
+once was."""
 
 
 class Plan(NamedTuple):
@@ -178,50 +185,23 @@ def _few_rows(system: SystemConfig, kernels: Kernels) -> bool:
   return system.weights == "w12" and kernels.w12_matmul != "reference"
 
 
-@dataclasses.dataclass(frozen=True)
-class Profile:
-  """Step times of an engine in microseconds, by the slots of a pass.
-
-  Attributes:
-    steps: by rows.
-    ridden: the same with a chunk of a prompt; empty where none rides.
-    prefill_us: of a chunk's own pass.
-  """
-
-  steps: Mapping[int, StepCosts]
-  ridden: Mapping[int, StepCosts]
-  prefill_us: float
-
-  def told(self) -> dict[str, Any]:
-    """For a record."""
-
-    def table(costs: Mapping[int, StepCosts]):
-      return {
-        str(slots): dict(zip(map(str, c.nodes), c.values, strict=True))
-        for slots, c in costs.items()
-      }
-
-    return {
-      "step_us": table(self.steps),
-      "step_with_prompt_us": table(self.ridden),
-      "prefill_us": self.prefill_us,
-    }
-
-
 class BatchPolicy:
   """Decides for one engine, step by step.
 
   Args:
     system: of the engine.
     engine: made by `engine`.
-    profile: of its steps; `warm_up` measures one where it is needed.
+    profile: of its steps; `warm_up` measures one where it is needed. Steps
+      that run correct it.
+    clock: in seconds.
   """
 
   def __init__(
     self,
     system: SystemConfig,
     engine: BatchEngine,
-    profile: Profile | None = None,
+    profile: batch_profile.Profile | None = None,
+    clock: Callable[[], float] = time.perf_counter,
   ):
     self.engine = engine
     self.profile = profile
@@ -243,6 +223,11 @@ class BatchPolicy:
     self._rows: int | None = None  # of the latest step
     self._chosen: tuple[int, StepLimits] | None = None
     self._age = 0
+    self._clock = clock
+    # Microseconds of a step by slots and rows, as of late; and the step that
+    # is on: its slots, its rows, and when it was planned.
+    self._us: dict[int, dict[int, float]] = {}
+    self._on: tuple[int, int, float] | None = None
 
   def rows_of(self, slots: int) -> tuple[int | None, ...]:
     """Rows that passes over so many slots may have; None for all places.
@@ -286,7 +271,9 @@ class BatchPolicy:
     kinds = list(sampling)
     self.engine.warm_up(kinds, rows=self.rows_of, plan=plan)
     if self._is_profiled and self.profile is None:
-      self.profile = measure(self.engine, self.rows_of, plan, kinds[0])
+      self.profile = batch_profile.measure(
+        self.engine, self.rows_of, plan, kinds[0]
+      )
 
   def scheduler(self) -> Scheduler:
     """Drives the engine by this policy; its updates go to `observe`."""
@@ -297,6 +284,7 @@ class BatchPolicy:
     figures = update.figures
     if update.finish is not None:
       self._last.pop(update.request.id, None)
+      self._on = None  # Perhaps nothing follows for a while.
     if figures is None or figures.scores is None or not update.tokens:
       return
     if not (self._shared or self._dynamic):
@@ -334,19 +322,63 @@ class BatchPolicy:
     if not (self._shared or self._dynamic):
       return None
     self._age += 1
-    by_load = self._shared and (self._fixed is not None or self._age % REFRESH)
-    if by_load and self._chosen and self._chosen[0] == load.decoding:
-      return self._chosen[1]
-    limits = self._choose(load.decoding)
-    self._chosen = load.decoding, limits
-    self._rows = limits.rows
+    now = self._clock()
+    if self._on is not None and not load.prefilling:
+      self._took(*self._on[:2], 1e6 * (now - self._on[2]))
+    limits = self._limits(load)
+    slots = self._slots_of(load.decoding)
+    rows = limits.rows or slots * self.engine.nodes
+    self._on = None if load.prefilling else (slots, rows, now)
     return limits
+
+  def _costs(self, slots: int) -> StepCosts | None:
+    """Times of steps over so many slots, as of late."""
+    if self.profile is None:
+      return None
+    if slots not in self._us:
+      costs = self.profile.steps[slots]
+      self._us[slots] = dict(zip(costs.nodes, costs.values, strict=True))
+    us = self._us[slots]
+    return StepCosts(tuple(us), tuple(us.values()))
+
+  def _took(self, slots: int, rows: int, us: float) -> None:
+    """A step's time, from one plan to the next; a hiccup counts as twice."""
+    if self._costs(slots) is None or rows not in self._us[slots] or us <= 0:
+      return
+    known = self._us[slots][rows]
+    self._us[slots][rows] += LEARNING * (min(us, 2 * known) - known)
+
+  def _limits(self, load: Load) -> StepLimits:
+    kept = self._shared and (self._fixed is not None or self._age % REFRESH)
+    if kept and self._chosen and self._chosen[0] == load.decoding:
+      limits = self._chosen[1]
+    else:
+      limits = self._choose(load.decoding)
+      self._chosen = load.decoding, limits
+      self._rows = limits.rows
+    by_load = self._shared and self._fixed is None
+    if by_load and not self._age % PROBE:
+      return self._probe(self._slots_of(load.decoding), limits)
+    return limits
+
+  def _probe(self, slots: int, limits: StepLimits) -> StepLimits:
+    """A step of the next larger pass: what does it take, what does it bring?"""
+    whole = slots * self.engine.nodes
+    choices = [whole if n is None else n for n in self.rows_of(slots)]
+    larger = [n for n in choices if n > (limits.rows or whole)]
+    if not larger:
+      return limits
+    return dataclasses.replace(
+      limits,
+      rows=None if larger[0] == whole else larger[0],
+      plan=limits.plan._replace(budget=np.int32(larger[0])),
+    )
 
   def _choose(self, requests: int) -> StepLimits:
     slots = self._slots_of(requests)
     whole = slots * self.engine.nodes
     choices = [whole if n is None else n for n in self.rows_of(slots)]
-    costs = self.profile.steps[slots] if self.profile else None
+    costs = self._costs(slots)
     if self._shared and self._fixed is not None:
       budget = max(self._fixed, requests)
     elif self._shared:
@@ -392,102 +424,3 @@ class BatchPolicy:
       more_us=max(more, 0.0),
       own_us=self.profile.prefill_us,
     )
-
-
-def measure(
-  engine: BatchEngine,
-  rows_of: Callable[[int], Iterable[int | None]],
-  plan: Any,
-  sampling: SamplingParams,
-) -> Profile:
-  """Times an engine's passes, all shapes; what is in them does not matter.
-
-  Args:
-    engine: compiled, without requests.
-    rows_of: rows of the passes over so many slots.
-    plan: of its allocation.
-    sampling: of the requests that are timed.
-  """
-  steps: dict[int, StepCosts] = {}
-  ridden: dict[int, StepCosts] = {}
-  for slots in engine.slot_buckets:
-    whole = slots * engine.nodes
-    found = {False: {}, True: {}}
-    rides = engine.rider_chunk > 0 and engine.slots > 1
-    for rows in rows_of(slots):
-      limits = StepLimits(
-        nodes=np.ones(engine.slots, np.int32), rows=rows, plan=plan
-      )
-      for rider in (False, True) if rides else (False,):
-        found[rider][rows or whole] = _step_us(
-          engine, slots, limits, sampling, rider
-        )
-    for table, us in ((steps, found[False]), (ridden, found[True])):
-      if us:
-        table[slots] = StepCosts(tuple(us), tuple(us.values()))
-  return Profile(steps, ridden, _prefill_us(engine, sampling))
-
-
-def _timed(engine: BatchEngine, call: Callable[[int], Any], at: int) -> float:
-  """Microseconds of a call, of several in a row."""
-  engine.wait()
-  before = time.perf_counter()
-  for i in range(_TIMED_STEPS):
-    call(at + i)
-  engine.wait()
-  return 1e6 * (time.perf_counter() - before) / _TIMED_STEPS
-
-
-def _rounds(engine: BatchEngine, call: Callable[[int], Any]) -> float:
-  call(0)
-  return statistics.median(
-    _timed(engine, call, 1 + i * _TIMED_STEPS) for i in range(_TIMED_ROUNDS)
-  )
-
-
-_CALLS = 1 + _TIMED_STEPS * _TIMED_ROUNDS
-
-
-def _admit(engine, slot: int, sampling, prompt: int, tokens: int) -> None:
-  if prompt + tokens > engine.max_seq_len:
-    raise SpecPilotError(
-      f"max_seq_len {engine.max_seq_len} is too short to time steps, which"
-      f" takes {prompt + tokens}"
-    )
-  own = dataclasses.replace(
-    sampling, max_tokens=tokens, ignore_eos=True, stop=(), stop_token_ids=()
-  )
-  engine.admit(
-    slot,
-    Request(
-      id=f"timed-{slot}", prompt=[0] * prompt, max_tokens=tokens, payload=own
-    ),
-  )
-
-
-def _step_us(engine, slots, limits, sampling, rider: bool) -> float:
-  # One of the slots has the prompt that rides.
-  reader = min(slots, engine.slots - 1) if rider else None
-  stepped = [s for s in range(slots) if s != reader]
-  try:
-    for slot in stepped:
-      _admit(engine, slot, sampling, 1, _CALLS + 1)
-    if reader is not None:
-      _admit(engine, reader, sampling, _CALLS + 1, 1)
-
-    def call(i: int) -> None:
-      riders = () if reader is None else ((reader, Chunk(i, 1)),)
-      engine.step(stepped, limits, riders)
-
-    return _rounds(engine, call)
-  finally:
-    for slot in range(engine.slots):
-      engine.abort(slot)
-
-
-def _prefill_us(engine, sampling) -> float:
-  try:
-    _admit(engine, 0, sampling, _CALLS + 1, 1)
-    return _rounds(engine, lambda i: engine.prefill(0, Chunk(i, 1)))
-  finally:
-    engine.abort(0)

@@ -19,11 +19,12 @@ from specpilot_jax.configs import (
   VIEWS,
   WEIGHTS,
   SystemConfig,
+  runs_on,
 )
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.schedule import Schedule
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import two_level, w12
+from specpilot_jax.mechanisms import fp8, two_level, w12
 from specpilot_jax.models.target import Target
 
 FACTORS = ("tau", "kernel", "overhead")
@@ -105,6 +106,8 @@ class Option:
     requires: `option=value` settings without which a value other than the
       default is refused.
     conflicts: `option=value` settings with which it is refused.
+    other_models: values that change what is computed: a deployment has them,
+      and no optimisation of it is one.
   """
 
   name: str
@@ -115,6 +118,7 @@ class Option:
   deployments: tuple[str, ...] = ()
   requires: tuple[str, ...] = ()
   conflicts: tuple[str, ...] = ()
+  other_models: tuple[str, ...] = ()
 
   def __post_init__(self):
     assert self.factor in FACTORS, self.factor
@@ -196,10 +200,12 @@ _ALL = (
   Option(
     name="weights",
     summary="how matrices are held: w12 is 12 bits a weight, bit for bit the"
-    " same values",
+    " same values; fp8 rounds them and what they multiply to e4m3, which is"
+    " another model, exact to itself",
     domain=Choice(values=WEIGHTS),
     factor="kernel",
     exactness="token",
+    other_models=("fp8",),
   ),
   Option(
     name="verification",
@@ -387,15 +393,18 @@ def prepare(
   """Target and drafter as a system wants them; the same where it wants nothing.
 
   Raises:
-    SpecPilotError: weights that W12 does not hold.
+    SpecPilotError: weights that W12 or FP8 does not hold, or another form than
+      those that they can be made of.
   """
-  if system.weights == target.weights:
+  if runs_on(system.weights, target.weights):
     return target, drafter
-  if system.weights != "w12":
+  if target.weights != "bf16":
     raise SpecPilotError(
       f"{target.config.name} is in {target.weights}, a system with"
       f" weights={system.weights} cannot be made of it"
     )
+  if system.weights == "fp8":
+    return fp8.target(target), drafter
   target = w12.target(target)
   return target, w12.drafter(drafter, target)
 

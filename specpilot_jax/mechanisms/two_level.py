@@ -448,7 +448,7 @@ def schedule(
 
   Raises:
     SpecPilotError: no drafter; more nodes than a pass may have; weights that
-      W12 does not hold.
+      W12 does not hold, or in FP8.
   """
   if system.verification == configs.ONE_LEVEL:
     return None
@@ -456,6 +456,11 @@ def schedule(
     raise SpecPilotError(
       f"verification={system.verification} needs a drafter: without one"
       " decoding is autoregressive"
+    )
+  if target.weights == "fp8":
+    raise SpecPilotError(
+      f"verification={system.verification} looks with the 8-bit view of"
+      f" bfloat16 weights, {target.config.name} is in FP8"
     )
   policy = Policy.of(system, drafter)
   rows, path = shape(policy, system.level_one_passes)

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from pallas_kernels import w12_array
+from pallas_kernels.fp8_array import FP8Array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import w12 as codec
 from specpilot_jax.checkpoints import w12_device
@@ -62,6 +63,10 @@ def hold(name: str, leaf: assembly.Leaf) -> assembly.Leaf:
   """
   if isinstance(leaf, W12Array):
     return w12_array.tile(leaf)
+  if isinstance(leaf, FP8Array):
+    raise SpecPilotError(
+      f"weights=w12: {name!r} is in FP8, W12 holds bfloat16 matrices alone"
+    )
   if not layers.is_matrix(name, leaf.shape):
     return leaf
   return encode(name, leaf)

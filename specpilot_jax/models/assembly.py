@@ -5,15 +5,17 @@ evaluated: no random initial value is ever computed.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from flax import nnx
 
 from pallas_kernels import w12_array
+from pallas_kernels.fp8_array import FP8Array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.errors import SpecPilotError
 
-Leaf = jax.Array | W12Array
+Leaf = jax.Array | W12Array | FP8Array
 
 
 def _flat(state) -> dict[str, nnx.Variable]:
@@ -37,8 +39,11 @@ def leaves(module: nnx.Module) -> dict[str, Leaf]:
   return {name: leaf.get_value() for name, leaf in sorted(_flat(state).items())}
 
 
-def parameters(module: nnx.Module) -> dict[str, jax.Array]:
-  """The arrays of a module, by the names of `structs`; W12 is decoded."""
+def parameters(module: nnx.Module) -> dict[str, Any]:
+  """The arrays of a module, by the names of `structs`; W12 is decoded.
+
+  FP8 stays FP8: no array multiplies as it does.
+  """
   return {
     name: w12_array.decode(leaf) if isinstance(leaf, W12Array) else leaf
     for name, leaf in leaves(module).items()
@@ -66,7 +71,7 @@ def assemble[M: nnx.Module](
     what: for errors.
     make: makes the module; traced for shapes only.
     arrays: of the names, shapes and dtypes of `structs(make)`; they are used
-      as they are, wherever they lie. Any matrix may be in W12.
+      as they are, wherever they lie. Any matrix may be in W12 or FP8.
 
   Raises:
     SpecPilotError: a missing or extra name, a wrong shape or dtype.
@@ -78,7 +83,8 @@ def assemble[M: nnx.Module](
     name = ".".join(map(str, path))
     array = arrays[name]
     # The values of a matrix in W12 are those of the same in bfloat16.
-    fields = ("shape",) if isinstance(array, W12Array) else ("shape", "dtype")
+    packed = isinstance(array, W12Array)
+    fields = ("shape",) if packed else ("shape", "dtype")
     for field in fields:
       own, expected = getattr(array, field), getattr(leaf, field)
       if own != expected:

@@ -32,9 +32,15 @@ class Attention(nnx.Module):
       dtype,
       rngs,
       kernels.w12_matmul,
+      kernels.fp8_matmul,
     )
     self.o_proj = layers.Linear(
-      q_rows, config.hidden_size, dtype, rngs, kernels.w12_matmul
+      q_rows,
+      config.hidden_size,
+      dtype,
+      rngs,
+      kernels.w12_matmul,
+      kernels.fp8_matmul,
     )
     if config.qk_norm:
       for name in ("q_norm", "k_norm"):

@@ -62,7 +62,12 @@ class GatedDeltaNet(nnx.Module):
     acc = layers.accumulation_dtype(dtype)
     rows = config.gdn_conv_dim + config.gdn_value_dim + 2 * heads
     self.in_proj = layers.Linear(
-      config.hidden_size, rows, dtype, rngs, kernels.w12_matmul
+      config.hidden_size,
+      rows,
+      dtype,
+      rngs,
+      kernels.w12_matmul,
+      kernels.fp8_matmul,
     )
     init = nnx.initializers.normal(0.02)
     self.conv_weight = nnx.Param(
@@ -74,7 +79,12 @@ class GatedDeltaNet(nnx.Module):
       config.gdn_value_head_dim, config.norm_eps, False, dtype
     )
     self.out_proj = layers.Linear(
-      config.gdn_value_dim, config.hidden_size, dtype, rngs, kernels.w12_matmul
+      config.gdn_value_dim,
+      config.hidden_size,
+      dtype,
+      rngs,
+      kernels.w12_matmul,
+      kernels.fp8_matmul,
     )
 
   def project(

@@ -10,16 +10,24 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import add_norm, w12_array, w12_decode, w12_matmul
+from pallas_kernels import (
+  add_norm,
+  fp8_matmul,
+  w12_array,
+  w12_decode,
+  w12_matmul,
+)
 from pallas_kernels.dispatch import Implementation, W12Implementation
+from pallas_kernels.fp8_array import FP8Array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs
 from specpilot_jax.models.yarn import Yarn
 
 _INIT = nnx.initializers.normal(0.02)
 
-Weight = Float[Array, "O I"] | W12Array
-"""A matrix, or the same in 12 bits."""
+Weight = Float[Array, "O I"] | W12Array | FP8Array
+"""A matrix, the same in 12 bits, or one of FP8 codes, which rounds what it is
+multiplied with."""
 
 MIDPOINT, TRUNCATED, SCALED = VIEWS = configs.VIEWS
 """Forms of the 8-bit view of a matrix in W12: with the midpoint of what it cuts
@@ -55,6 +63,7 @@ def matmul(
   out_dtype=None,
   w12: W12Implementation = "reference",
   view: str | None = None,
+  fp8: Implementation = "reference",
 ) -> Float[Array, "N O"]:
   """x W^T with accumulation in at least float32: every weight is read here.
 
@@ -65,9 +74,16 @@ def matmul(
       takes them, a product with the decoded matrix.
     view: one of `VIEWS`: the product with that view of a weight in W12, and
       with no bit of the rest of it. Other weights have none.
+    fp8: implementation for weights in FP8, of any number of rows.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
+  if isinstance(weight, FP8Array):
+    out = fp8_matmul.matmul(x, weight, out_dtype=out_dtype, implementation=fp8)
+    if not weight.rest.shape[0]:
+      return out
+    rest = matmul(x, weight.rest.astype(x.dtype), out_dtype)
+    return jnp.concatenate([out, rest], axis=1)
   if isinstance(weight, W12Array) and view is not None:
     # The kernel's reference is the op's definition, for any number of rows.
     out = w12_matmul.matmul(
@@ -165,6 +181,8 @@ def rows(weight: Weight, index: Int[Array, " N"]) -> Float[Array, "N I"]:
   """Some rows of a matrix; ids are clipped to the range."""
   if isinstance(weight, W12Array):
     return w12_array.take(weight, index)
+  if isinstance(weight, FP8Array):
+    raise TypeError("rows of FP8 matrices are not looked up")
   return jnp.take(weight, index, axis=0, mode="clip")
 
 
@@ -178,15 +196,17 @@ class Linear(nnx.Module):
     dtype,
     rngs,
     w12: W12Implementation = "reference",
+    fp8: Implementation = "reference",
   ):
-    self.w12 = w12
+    self.w12, self.fp8 = w12, fp8
     self.view: str | None = None  # see `read_view`
     self.weight = nnx.Param(
       _INIT(rngs.params(), (out_features, in_features), dtype)
     )
 
   def __call__(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
-    return matmul(x, self.weight.get_value(), w12=self.w12, view=self.view)
+    weight = self.weight.get_value()
+    return matmul(x, weight, w12=self.w12, view=self.view, fp8=self.fp8)
 
 
 class Embedding(nnx.Module):
@@ -229,6 +249,17 @@ def read_view[M: nnx.Module](module: M, view: str) -> M:
   for _, part in nnx.iter_modules(module):
     if isinstance(part, Linear | Embedding):
       part.view = view
+  return module
+
+
+def by_definition[M: nnx.Module](module: M) -> M:
+  """The module, its products with FP8 weights those of the reference.
+
+  Their kernel takes prompts too, so what judges its outputs has to be told.
+  """
+  for _, part in nnx.iter_modules(module):
+    if isinstance(part, Linear):
+      part.fp8 = "reference"
   return module
 
 
@@ -283,9 +314,10 @@ class MLP(nnx.Module):
     dtype,
     rngs,
     w12: W12Implementation = "reference",
+    fp8: Implementation = "reference",
   ):
-    self.gate_up = Linear(features, 2 * hidden, dtype, rngs, w12)
-    self.down = Linear(hidden, features, dtype, rngs, w12)
+    self.gate_up = Linear(features, 2 * hidden, dtype, rngs, w12, fp8)
+    self.down = Linear(hidden, features, dtype, rngs, w12, fp8)
 
   def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
     gate, up = jnp.split(self.gate_up(x), 2, axis=-1)

@@ -8,6 +8,7 @@ hidden states, a stash from which any accepted path can be committed.
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,18 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.fp8_array import FP8Array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.models import assembly, attention, gated_delta, layers
+from specpilot_jax.models import (
+  assembly,
+  attention,
+  fp8,
+  gated_delta,
+  layers,
+)
 from specpilot_jax.models.state import LayerStash, Nodes, TargetState
 
 
@@ -67,6 +75,7 @@ class DecoderLayer(nnx.Module):
       dtype,
       rngs,
       kernels.w12_matmul,
+      kernels.fp8_matmul,
     )
 
   def __call__(self, x, delta, nodes, positions, state, length):
@@ -122,8 +131,16 @@ class Target(nnx.Module):
   @property
   def weights(self) -> str:
     """How its matrices are held, one of `configs.WEIGHTS`."""
-    packed = isinstance(self.embed.weight.get_value(), W12Array)
-    return "w12" if packed else "bf16"
+    if isinstance(self.embed.weight.get_value(), W12Array):
+      return "w12"
+    linear = (
+      module
+      for _, module in nnx.iter_modules(self)
+      if isinstance(module, layers.Linear)
+    )
+    # Released checkpoints leave some of them as they are.
+    codes = any(isinstance(m.weight.get_value(), FP8Array) for m in linear)
+    return "fp8" if codes else "bf16"
 
   def __call__(
     self, nodes: Nodes, state: TargetState, taps: tuple[int, ...] = ()
@@ -184,8 +201,11 @@ def parameter_shapes(config: configs.ModelConfig) -> dict[str, tuple[int, ...]]:
   }
 
 
-def parameters(target: Target) -> dict[str, Array]:
-  """The parameters of a built target, by the names of `parameter_shapes`."""
+def parameters(target: Target) -> dict[str, Any]:
+  """The parameters of a built target, by the names of `parameter_shapes`.
+
+  Matrices in FP8 stay `FP8Array`.
+  """
   return assembly.parameters(target)
 
 
@@ -199,8 +219,8 @@ def assemble(
 
   Args:
     config: the model.
-    arrays: as `structs(config, dtype)` says, any matrix in W12 where that is
-      wanted; not checked for NaN or infinity.
+    arrays: as `structs(config, dtype)` says, any matrix in W12 or FP8 where
+      that is wanted; not checked for NaN or infinity.
     dtype: of activations and weights.
     kernels: implementations of its operations.
 
@@ -224,7 +244,7 @@ def check_dtype(dtype: str) -> None:
 
 def build(
   config: configs.ModelConfig,
-  params: Mapping[str, np.ndarray],
+  params: Mapping[str, Any],
   dtype: str,
   kernels: Kernels = REFERENCE,
 ) -> Target:
@@ -233,7 +253,8 @@ def build(
   Args:
     config: the model.
     params: arrays of any float dtype by the names of `parameter_shapes`; they
-      are cast to `dtype`, a_log and dt_bias to at least float32.
+      are cast to `dtype`, a_log and dt_bias to at least float32. Matrices may
+      be `FP8Array`, whose codes and scales are taken as they are.
     dtype: `bfloat16`, `float32` or `float64` (needs `jax_enable_x64`).
     kernels: implementations of its operations.
 
@@ -245,16 +266,21 @@ def build(
   kernels_lib.check(kernels, config, dtype)
   wanted = structs(config, jnp.dtype(dtype))
   assembly.check_names(config.name, wanted, params)
-  arrays = {}
+  arrays: dict[str, assembly.Leaf] = {}
   for name, leaf in wanted.items():
+    if isinstance(params[name], FP8Array):
+      arrays[name] = fp8.on_device(
+        params[name], f"{config.name}: parameter {name!r}", leaf
+      )
+      continue
     value = np.asarray(params[name])
     if value.shape != tuple(leaf.shape):
       raise SpecPilotError(
         f"{config.name}: parameter {name!r} has shape {value.shape}, expected"
         f" {tuple(leaf.shape)}"
       )
-    arrays[name] = jnp.asarray(value).astype(leaf.dtype)
-    if not bool(jnp.isfinite(arrays[name]).all()):
+    arrays[name] = array = jnp.asarray(value).astype(leaf.dtype)
+    if not bool(jnp.isfinite(array).all()):
       raise SpecPilotError(
         f"{config.name}: parameter {name!r} holds NaN or infinity"
       )

@@ -312,7 +312,7 @@ class HfTest(parameterized.TestCase):
     ({"attention_bias": True}, "attention_bias=True is not supported"),
     ({"eos_token_id": "</s>"}, "eos token id '</s>' is outside"),
     ({"bos_token_id": 300}, "bos token id 300 is outside"),
-    ({"quantization_config": {}}, "unknown config field 'quantization_config"),
+    ({"quantization_config": {}}, "quant_method None is not supported"),
   )
   def test_bad_config(self, changes, pattern):
     self.write()

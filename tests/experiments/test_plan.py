@@ -48,7 +48,7 @@ def test_a_card_of_the_same_generation_will_do(monkeypatch):
   plan.check_card("h100")
 
 
-def a_plan(drafting=1, plain=2):
+def a_plan(drafting=1, plain=2, **more):
   return plan.memory(
     configs.preset("Qwen3.8-27B"),
     drafter_configs.PRESETS["Qwen3.8-27B"],
@@ -57,6 +57,7 @@ def a_plan(drafting=1, plain=2):
     prefill_chunk=64,
     drafting=drafting,
     plain=plain,
+    **more,
   )
 
 
@@ -78,6 +79,16 @@ def test_the_27b():
   assert 57e9 < sum(found.values()) < 59e9
   alone = a_plan(drafting=0, plain=1)
   assert alone["drafter"] == alone["drafter_context"] == 0
+
+
+def test_the_27b_in_fp8():
+  """24 GB of codes, 5 of embedding and head, and the drafter as it is."""
+  plain, found = a_plan(), a_plan(weights=("fp8",))
+  assert "target" not in found
+  assert found["drafter"] == plain["drafter"]
+  own = found["weights_in_fp8"]
+  assert own == footprint.fp8_bytes(configs.preset("Qwen3.8-27B"), "bfloat16")
+  assert 0.54 < own / plain["target"] < 0.56
 
 
 def test_memory_is_checked(monkeypatch):

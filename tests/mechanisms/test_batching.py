@@ -5,6 +5,7 @@ In float64, over scripted drafts, against runs of single requests.
 
 import dataclasses
 import itertools
+import statistics
 import types
 from typing import Any
 
@@ -18,8 +19,9 @@ from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.decoding.batch.scheduler import Load, Request, Update
 from specpilot_jax.decoding.draft import Drafts, Lattice
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import batching
-from specpilot_jax.mechanisms.batching import Allocation, BatchPolicy, Profile
+from specpilot_jax.mechanisms import batch_profile, batching
+from specpilot_jax.mechanisms.batch_profile import Profile
+from specpilot_jax.mechanisms.batching import Allocation, BatchPolicy
 from specpilot_jax.mechanisms.step_costs import StepCosts
 from specpilot_jax.models import state as state_lib
 from tests.decoding import batch_kit, kit
@@ -230,7 +232,9 @@ class PolicyTest(kit.Float64TestCase):
       ((9.0, 100.0, 800.0, 900.0), 4),
     ):
       costs = StepCosts((4, 16, 32, 64), us)
-      policy = BatchPolicy(settings, engine, Profile({4: costs}, {}, 1.0))
+      policy = BatchPolicy(
+        settings, engine, Profile({4: costs}, {}, 1.0), lambda: 0.0
+      )
       limits = policy.plan(load)
       assert limits is not None
       self.assertEqual(limits.rows, rows)
@@ -251,7 +255,10 @@ class PolicyTest(kit.Float64TestCase):
   def test_nodes_follow_what_drafts_are_worth(self):
     costs = StepCosts((4, 16, 32, 64), (100.0, 110.0, 150.0, 220.0))
     policy = BatchPolicy(
-      SystemConfig(shared_budget="on"), shape(), Profile({4: costs}, {}, 1.0)
+      SystemConfig(shared_budget="on"),
+      shape(),
+      Profile({4: costs}, {}, 1.0),
+      lambda: 0.0,
     )
     load = Load(waiting=0, prefilling=0, decoding=4, free_slots=0, free_pages=0)
     rows = []
@@ -262,12 +269,61 @@ class PolicyTest(kit.Float64TestCase):
         assert limits is not None
       rows.append(limits.rows)
     self.assertEqual(rows, [None, 4, None])
+    # Where nothing is drafted nothing is seen, but for a step now and then.
+    for _ in range(400):
+      policy.observe(self.update("a", drafted=15, accepted=0))
+      policy.plan(load)
+    seen = []
+    for _ in range(6400):
+      limits = policy.plan(load)
+      assert limits is not None
+      if limits.rows != 4:
+        for _ in range(4):
+          policy.observe(self.update("a", drafted=3, accepted=3))
+      seen.append(limits.rows)
+    self.assertEqual((seen[:64].count(4), seen[:64].count(16)), (63, 1))
+    self.assertNotEqual(seen[-1], 4)
     # By hand: of drafts alike but for their place, all accepted as expected.
     fresh = BatchPolicy(SystemConfig(shared_budget="on"), shape())
     worth = np.exp(-0.1 * np.arange(1, 16))
     fresh.observe(self.update("a", drafted=15, accepted=int(worth.sum())))
     trust = (int(worth.sum()) + 1) / (worth.sum() + 1)
     self.assertAlmostEqual(fresh.yields.at(4), 1 + trust * worth[:3].sum())
+
+  def test_times_are_corrected(self):
+    """A profile that a busy machine spoilt is not believed for ever."""
+    now = [0.0]
+    costs = StepCosts((4, 16, 32, 64), (100.0, 900.0, 950.0, 999.0))
+    spoilt = Profile({4: costs}, {}, 1.0)
+    policy = BatchPolicy(
+      SystemConfig(shared_budget="on"), shape(), spoilt, lambda: now[0]
+    )
+    load = Load(waiting=0, prefilling=0, decoding=4, free_slots=0, free_pages=0)
+    busy = dataclasses.replace(load, prefilling=1)
+    true_us = {4: 100, 16: 101, 32: 102, None: 103}
+    for _ in range(40):
+      policy.observe(self.update("a", drafted=15, accepted=4))
+    seen = []
+    for step in range(6400):
+      limits = policy.plan(load)
+      assert limits is not None
+      now[0] += 1e-6 * true_us[limits.rows]
+      seen.append(limits.rows)
+      policy.observe(self.update("a", drafted=15, accepted=4))
+      if step % 50 == 0:
+        # A prompt's pass between two steps, and time without any, are none.
+        policy.plan(busy)
+        now[0] += 1.0
+        policy.plan(busy)
+        policy.observe(self.update("b", drafted=15, accepted=4, finish="stop"))
+        now[0] += 1.0
+    self.assertEqual(set(seen[:32]), {4})
+    known = policy._costs(4)
+    assert known is not None
+    self.assertAlmostEqual(known.at(4), 100, delta=1)
+    # One step of 64 is of the next larger pass, up to the best of all.
+    self.assertIsNone(statistics.mode(seen[-64:]))
+    self.assertAlmostEqual(known.at(64), 103, delta=1)
 
   def test_rows_follow_what_requests_ask_for(self):
     """Dynamic drafts alone: the pass that their last lengths fit."""
@@ -316,7 +372,7 @@ class PolicyTest(kit.Float64TestCase):
         mode="always_wrong", reference=reference
       )
     policy = Steady(system(), engine)
-    profile = batching.measure(
+    profile = batch_profile.measure(
       engine, policy.rows_of, batching.Plan.of(1, 0.0), batch_kit.GREEDY
     )
     self.assertEqual(profile.steps[SLOTS].nodes, (ROWS,))

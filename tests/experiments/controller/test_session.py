@@ -16,6 +16,7 @@ from experiments.controller import (
   tree,
 )
 from experiments.controller.checks import CANDIDATE, STOCK
+from specpilot_jax import configs
 from tests.exploits import standin
 
 
@@ -245,6 +246,14 @@ def test_the_floor_of_a_card():
   assert "nominal peak" in str(floor.check([record]))
   metrics["e2el_ms"] = 430.0
   assert floor.check([record]) is None
+
+
+def test_a_model_of_codes_reads_fewer_bytes():
+  config, card = configs.preset("Qwen3.8-27B"), devices.CARDS["h200"]
+  packed = checks.Floor.of(config, card)
+  codes = checks.Floor.of(config, card, in_fp8=True)
+  assert codes.flops == packed.flops
+  assert 0.65 < codes.weight_bytes / packed.weight_bytes < 0.75
 
 
 def test_a_small_model_has_no_floor_of_bytes():

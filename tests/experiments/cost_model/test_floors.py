@@ -1,6 +1,7 @@
 """Floors against counts by hand and against the models' own arrays."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,17 @@ def weights_read(config):
 def test_matrices_are_those_of_the_model(config):
   counted = sum(n * out * i for n, out, i in floors.matrices(config).values())
   assert counted == weights_read(config)
+
+
+def test_fp8_halves_what_is_codes():
+  config = kit.hybrid()
+  count = functools.partial(floors.target_gemm, config, "bfloat16", 5)
+  plain, codes = count(), count(weights="fp8")
+  # The head, and b and a of two GDN layers, have none.
+  left = 61 * 32 + 2 * 8 * 32
+  elements = weights_read(config) - left
+  assert plain.flops - codes.flops == 5 * elements
+  assert plain.bytes - codes.bytes == elements
 
 
 def test_target_gemm_by_hand():
