@@ -15,7 +15,7 @@ import numpy as np
 
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.batch.engine import BatchEngine
-from specpilot_jax.decoding.batch.scheduler import Request
+from specpilot_jax.decoding.batch.scheduler import Request, Scheduler
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from tests.decoding import kit, tree_kit
 
@@ -192,6 +192,7 @@ class Run:
     references: what each request is to emit; its index is its id.
     mode: of all scripts, see `kit.MODES`.
     states: whether states are compared too.
+    slots: of the engine's, those that are used at most.
     settings: of the scheduler.
   """
 
@@ -203,10 +204,19 @@ class Run:
     arrivals: Sequence[float] | None = None,
     mode: str = "mixed",
     states: bool = False,
+    slots: int = 5,
     **settings: Any,
   ):
     self.engine, self.references = engine, references
-    self.scheduler = engine.scheduler(**settings)
+    slots = min(slots, engine.slots)
+    self.scheduler = Scheduler(
+      engine,
+      slots=slots,
+      kv_tokens=slots * engine.max_seq_len,
+      page_tokens=engine.max_seq_len,
+      chunk=engine.prefill_chunk,
+      **settings,
+    )
     self.tokens: dict[str, list[int]] = {}
     self.finish: dict[str, str] = {}
     self.figures: list[tuple[str, Any]] = []

@@ -323,17 +323,19 @@ class BatchEngine:
         f"a step takes {1 if self.rider_chunk else 0} chunks of prompts along,"
         f" got {len(riders)}; see rider_chunk"
       )
+    where = {slot: at for at, slot in enumerate(index.tolist())}
+    listed = np.zeros(index.size, bool)
+    listed[[where[slot] for slot in slots]] = True
     rider = None
     for slot, chunk in riders:
       rider = self._reader(slot, chunk, self.rider_chunk)
     out = self._run(
       Features.union(ticket.features for ticket in tickets.values()),
       index,
-      np.isin(index, list(slots)),
+      listed,
       limits,
       rider,
     )
-    where = {slot: at for at, slot in enumerate(index.tolist())}
     who = [(where[slot], slot, ticket) for slot, ticket in tickets.items()]
     self._pending.append((out, who))
     emitted = []
