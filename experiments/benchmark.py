@@ -1,4 +1,4 @@
-"""The jobs `benchmark`, `profile` and `token_force`.
+"""The jobs `benchmark` and `profile`.
 
 A benchmark decodes every prompt with every system, in an order that turns
 around from prompt to prompt (A B, B A), so that drift of the machine does not
@@ -45,7 +45,7 @@ _NO_COST_MODEL = "the cost model failed"
 
 
 @dataclasses.dataclass
-class _Clock:
+class Clock:
   """Wall time of the parts of a run, and its limit."""
 
   limit_s: float | None
@@ -79,7 +79,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   Raises:
     SpecPilotError: bad input; nothing was written.
   """
-  clock = _Clock(settings.max_wall_s)
+  clock = Clock(settings.max_wall_s)
   startup: dict[str, Any] = {"program_s": _age_s()}
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
@@ -176,7 +176,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
   folder = results.RunFolder(
     settings.output_dir or default_folder(result["deployment"]["name"])
   )
-  _announce(settings, model, env, requests)
+  announce(settings, model, env, requests)
   say(f"results: {folder.path}")
   folder.event("run_started", job=job, environment=env)
   try:
@@ -210,7 +210,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       if members
     }
     result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
-    result["notes"] = _notes(result, model)
+    result["notes"] = notes_of(result, model)
     if subject is not None:
       result["cost_model"] = _cost_model(
         folder, subject, records, result, clock
@@ -218,8 +218,8 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       clock.lap("profile")
       peaks.note("profile")
     if settings.token_forcing:
-      arbiter = _arbiter(settings, model, room, planned)
-      result["token_forcing"], notes = _force(
+      arbiter = make_arbiter(settings, model, room, planned)
+      result["token_forcing"], notes = force(
         Engine(
           model.target,
           tokenizer=model.tokenizer,
@@ -242,100 +242,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       peaks.note("token_forcing")
     result["device_memory"] = peaks.told()
     result["notes"] += peaks.notes()
-    return _finish(folder, result, records, clock)
-  except BaseException as e:
-    folder.event("run_failed", error=f"{type(e).__name__}: {e}")
-    raise
-  finally:
-    folder.close()
-
-
-def token_force(settings: Settings) -> int:
-  """Judges recorded requests; returns the exit status, 1 for a failure.
-
-  The controls of earlier benchmarks are used. Those in the file count in this
-  run alone: they were not decoded here.
-  """
-  clock = _Clock(settings.max_wall_s)
-  if settings.requests is None:
-    raise SpecPilotError(
-      "token_force needs --requests=PATH (requests.jsonl or its folder)"
-    )
-  if settings.output_dir is not None:
-    results.check_output_dir(settings.output_dir)
-  recorded = results.read_requests(settings.requests)
-  if not recorded:
-    raise SpecPilotError(f"{settings.requests} holds no requests")
-  greedy = {results.sampling_of(r).temperature == 0 for r in recorded}
-  if len(greedy) > 1:
-    raise SpecPilotError(
-      f"{settings.requests} mixes greedy and sampled requests; each has its"
-      " own calibration"
-    )
-  run_label = recorded[0].get("run")
-  recorded_dtype = run_label["dtype"] if run_label else None
-  dtype = settings.dtype or recorded_dtype
-  loading.prepare_jax(dtype)
-  model = loading.load_target(settings.target, dtype, settings.kernels)
-  lengths = [len(r["prompt_ids"]) + len(r["output_ids"]) for r in recorded]
-  room = sequence_room(model, max(lengths), 0)
-  engine = Engine(
-    model.target,
-    tokenizer=model.tokenizer,
-    max_seq_len=room,
-    prefill_chunk=settings.prefill_chunk,
-  )
-  for record in recorded:
-    where = f"{settings.requests}: request {record['request']}"
-    engine.check_ids(record["prompt_ids"], f"{where} prompt")
-    engine.check_ids(record["output_ids"], f"{where} output")
-    if len(record["prompt_ids"]) + len(record["output_ids"]) > room:
-      raise SpecPilotError(f"{where}: longer than the context of {room}")
-  store = forcing.calibration(
-    model, settings.prefill_chunk, greedy=greedy.pop()
-  )
-  records: dict[str, list[Mapping[str, Any]]] = {}
-  for record in recorded:
-    records.setdefault(record["system"], []).append(record)
-  env = environment.describe(settings.flags, model.target)
-  result = results.empty_result("token_force")
-  result["environment"] = env
-  result["deployment"] = deployment(settings, model, env, room)
-  result["sampling"] = dict(recorded[0]["sampling"])
-  result["prompts"] = {
-    "sets": [str(settings.requests)],
-    "requests": len({r["request"] for r in recorded}),
-  }
-  folder = results.RunFolder(
-    settings.output_dir or default_folder(result["deployment"]["name"])
-  )
-  say(
-    f"token_force: {settings.requests}: {len(recorded)} outputs of"
-    f" {', '.join(records)}, scored by {model.config.name} in"
-    f" {model.target.dtype} on {env['device_kind']}"
-  )
-  folder.event("run_started", job="token_force", environment=env)
-  try:
-    clock.lap("load")
-    planned = plan.memory(
-      model.config,
-      None,
-      dtype=str(model.target.dtype),
-      max_seq_len=room,
-      prefill_chunk=settings.prefill_chunk,
-      drafting=0,
-      plain=1,
-    )
-    arbiter = _arbiter(settings, model, room, planned)
-    result["token_forcing"], result["notes"] = _force(
-      engine, store, arbiter, records, settings, folder, clock, keep=False
-    )
-    clock.lap("token_forcing")
-    if not result["token_forcing"]:
-      result["notes"].append(
-        "only autoregressive outputs were recorded: there is nothing to judge"
-      )
-    return _finish(folder, result, {}, clock)
+    return finish(folder, result, records, clock)
   except BaseException as e:
     folder.event("run_failed", error=f"{type(e).__name__}: {e}")
     raise
@@ -453,7 +360,7 @@ def default_folder(deployment: str) -> Path:
   return path
 
 
-def _announce(settings: Settings, model, env, requests) -> None:
+def announce(settings: Settings, model, env, requests) -> None:
   s = settings.sampling
   law = "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}"
   say(
@@ -491,7 +398,7 @@ def _cost_model(
     return None
 
 
-def _arbiter(settings, model, room, planned) -> adjudication.Arbiter:
+def make_arbiter(settings, model, room, planned) -> adjudication.Arbiter:
   return adjudication.Arbiter(
     model.target,
     max_seq_len=room,
@@ -500,10 +407,11 @@ def _arbiter(settings, model, room, planned) -> adjudication.Arbiter:
   )
 
 
-def _force(
+def force(
   engine, store, arbiter, records, settings, folder, clock, *, keep: bool
 ):
   """Verdicts by system, and notes."""
+  records = forcing.without_levels(records)
   total = forcing.num_outputs(records)
   with Progress("force", total) as progress:
     judge = forcing.Forcing(
@@ -523,7 +431,7 @@ def _force(
   return verdicts, judge.notes
 
 
-def _notes(result, model) -> list[str]:
+def notes_of(result, model) -> list[str]:
   notes = list(model.notes)
   if result["stopped_early"]:
     notes.append("the time limit ended the run before all prompts were decoded")
@@ -533,12 +441,13 @@ def _notes(result, model) -> list[str]:
       " timed: the figures are not valid"
     )
   for name, system in result["systems"].items():
-    if name != AR and not system["acceptance"]["drafted_tokens"]:
+    alone = name == metrics.at_level(AR, name)
+    if not alone and not system["acceptance"]["drafted_tokens"]:
       notes.append(f"{name} never had a draft: it decoded one token per pass")
   return notes
 
 
-def _finish(folder, result, records, clock) -> int:
+def finish(folder, result, records, clock) -> int:
   """Writes result and report, prints the last lines, returns the status."""
   result["timing_s"] = clock.parts | {
     "total": round(time.monotonic() - clock.started, 3)

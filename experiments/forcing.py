@@ -13,6 +13,7 @@ from experiments import (
   adjudication,
   endings,
   environment,
+  metrics,
   results,
   token_forcing,
 )
@@ -268,6 +269,24 @@ def _failed(
     "first_failure": failure,
     "faults": [fault.text for fault in faults],
   }
+
+
+def without_levels(
+  records: Mapping[str, Sequence[Record]],
+) -> dict[str, list[Record]]:
+  """Records by system, whatever load they were served under.
+
+  What a system says does not depend on its load: it is judged once, over all of
+  them. A request that was served under several has a name for each.
+  """
+  out: dict[str, list[Record]] = {}
+  for name, members in records.items():
+    system, at, level = name.partition(metrics.AT)
+    out.setdefault(system, []).extend(
+      {**r, "system": system, "request": r["request"] + at + level} if at else r
+      for r in members
+    )
+  return out
 
 
 def num_outputs(records: Mapping[str, Sequence[Record]]) -> int:

@@ -3,6 +3,7 @@
     python -m experiments.main --flagfile=cpu_smoke.flags
     python -m experiments.main --target=PATH --prompts=my.jsonl
     python -m experiments.main --flagfile=cpu_smoke.flags --job=profile
+    python -m experiments.main --flagfile=cpu_smoke.flags --max_concurrency=1,4
     python -m experiments.main --job=token_force --target=PATH --requests=RUN
     python -m experiments.main --job=paired_test --flagfile=A.flags \\
       --candidate=B.flags
@@ -26,14 +27,17 @@ from experiments import (
   benchmark,
   controller_flags,
   devices,
+  judging,
   prompts,
   report,
+  serving_flags,
   settings,
 )
 from experiments.controller import paired_test
 from experiments.faults import job as faults
 from experiments.metrics import MeasurementError
 from experiments.rounds import job as rounds
+from experiments.serving import job as serving
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Kernels
 from specpilot_jax import cli, kernels, loading, sampling_flags
 from specpilot_jax.configs import DTYPES, SystemConfig
@@ -89,6 +93,7 @@ _CHAT = flags.DEFINE_boolean(
   "chat", None, "Chat template on or off; by default the set's own way."
 )
 read_controller = controller_flags.define_controller_flags()
+read_load = serving_flags.define_serving_flags()
 read_sampling = sampling_flags.define_sampling_flags()
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "bfloat16 on an accelerator, float32 on a CPU."
@@ -160,6 +165,7 @@ def read_settings() -> settings.Settings:
     requests=_path(_REQUESTS.value),
     card=_CARD.value,
     flags=_flag_values(),
+    batch=read_load() is not None,
   )
 
 
@@ -188,9 +194,15 @@ def main() -> None:
       raise SpecPilotError("report needs --output_dir=RUN, a finished run")
     print(f"report: {report.rewrite(Path(_OUTPUT_DIR.value))}")
     return
+  load = read_load()
+  if load is not None and _JOB.value not in ("benchmark", "token_force"):
+    raise SpecPilotError(
+      f"--job={_JOB.value} decodes one request at a time: --max_concurrency,"
+      " --request_rate and --arrivals are of --job=benchmark"
+    )
   try:
     if _JOB.value == "token_force":
-      status = benchmark.token_force(read_settings())
+      status = judging.token_force(read_settings())
     elif _JOB.value == "paired_test":
       told = read_controller(read_settings)
       status = paired_test.run(
@@ -210,6 +222,8 @@ def main() -> None:
     elif _JOB.value == "faults":
       told = read_controller(read_settings)
       status = faults.run(read_settings(), told.faults, *told.fault_requests)
+    elif load is not None:
+      status = serving.run(read_settings(), load)
     else:
       status = benchmark.run(read_settings(), profile=_JOB.value == "profile")
   except MeasurementError as e:

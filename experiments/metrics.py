@@ -12,6 +12,8 @@ Definitions
 * Identity: over passes that no stop and no limit cut, tau equals
   1 + the sum of the unconditional rates. It holds because each such pass emits
   its accepted drafts and one token more, which `check_identity` asserts.
+* Of a load, requests side by side: throughput is over its duration, times count
+  from the arrival; see `experiments.serving.figures`.
 * `spec_decode_*` are vLLM's: rates in percent of drafted tokens, the
   acceptance length over passes that had a draft.
 """
@@ -23,11 +25,21 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from experiments.serving import figures as serving
+
 Record = Mapping[str, Any]
 
 PERCENTILES = (50, 90, 95, 99)
 LENGTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096)
 LOOP = "loop"
+AT = "@"
+"""Between the name of a system and that of its load, where there is one."""
+
+
+def at_level(system: str, of: str) -> str:
+  """A system under the load of another; without one its bare name."""
+  level = of.partition(AT)[2]
+  return system + AT + level if level else system
 
 
 class MeasurementError(RuntimeError):
@@ -205,9 +217,16 @@ def _taus(records: Sequence[Record]) -> dict[str, float | None]:
 
 
 def _rates(records: Sequence[Record]) -> dict[str, float | None]:
-  """Tokens per second, prefill included and not."""
+  """Tokens per second, prefill included and not.
+
+  Of a load they are those of the whole, per second of its duration; what single
+  requests get is in their TPOT.
+  """
   tokens = sum(len(r["output_ids"]) for r in records)
-  e2el = sum(r["metrics"]["e2el_ms"] for r in records)
+  e2el = serving.duration_ms(records)
+  if serving.is_load(records):
+    throughput = _ratio(1e3 * tokens, e2el)
+    return {"output_throughput": throughput, "decode_throughput": None}
   ttft = sum(r["metrics"]["ttft_ms"] for r in records)
   return {
     "output_throughput": _ratio(1e3 * tokens, e2el),
@@ -276,7 +295,7 @@ def summarize(
   """
   loops = [r for r in records if r["finish_reason"] == LOOP]
   metrics = [r["metrics"] for r in records]
-  duration_ms = sum(m["e2el_ms"] for m in metrics)
+  duration_ms = serving.duration_ms(records)
   inputs = sum(len(r["prompt_ids"]) for r in records)
   outputs = sum(len(r["output_ids"]) for r in records)
   rates = _rates(records)
@@ -309,6 +328,9 @@ def summarize(
     "domains": _grouped(records, lambda r: r["domain"]),
     "lengths": _grouped(records, lambda r: length_bucket(len(r["output_ids"]))),
   }
+  if serving.is_load(records):
+    queue = [m["queue_ms"] for m in metrics]
+    result |= _spread(queue, "queue") | serving.figures(records)
   return result
 
 

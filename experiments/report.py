@@ -17,6 +17,7 @@ from experiments.controller import section as paired_section
 from experiments.cost_model import sections
 from experiments.faults import section as faults_section
 from experiments.rounds import section as round_section
+from experiments.serving import section as serving_section
 from experiments.settings import AR
 from specpilot_jax.errors import SpecPilotError
 
@@ -46,8 +47,10 @@ _DEFINITIONS = (
   " tau = 1 + their sum over passes that no stop cut (checked pass by pass:"
   " each emits its accepted drafts and one token more). Conditional:"
   " over the passes that accepted the position before and drafted this one.",
+)
+_ONE_AT_A_TIME = (
   "Requests are decoded one at a time, by every system in turn; the order turns"
-  " around from prompt to prompt.",
+  " around from prompt to prompt."
 )
 
 
@@ -111,7 +114,8 @@ def _check_figures(path: Path, result, records) -> None:
         f"{path}: {len(members)} requests of {name}, {results.RESULT} has"
         f" {told}"
       )
-    figures = metrics.summarize(members, records.get(AR, ()))
+    reference = records.get(metrics.at_level(AR, name), ())
+    figures = metrics.summarize(members, reference)
     for field, value in results.to_json(figures).items():
       if not _agree(value, systems[name][field]):
         raise SpecPilotError(
@@ -147,6 +151,7 @@ def _blocks(result, records) -> list[Block]:
     )
   blocks += [Text(f"Note: {note}") for note in result["notes"]]
   if systems:
+    blocks += serving_section.blocks(systems)
     blocks += _speed(systems)
     blocks += _acceptance(systems, records)
   if result["round"]:
@@ -175,8 +180,14 @@ def _headline(result) -> str:
     f"Target {d['target']} ({d['weights']}), drafter {d['drafter']}, on"
     f" {d['device']} ({e['platform']}, {e['cores']} cores). Prompts:"
     f" {result['prompts'].get('requests')} of {sets}{chat}{turns}, temperature"
-    f" {law:g}, one request at a time."
+    f" {law:g}, {_at_once(d['batch'])}."
   )
+
+
+def _at_once(batch: int) -> str:
+  if batch == 1:
+    return "one request at a time"
+  return f"at most {batch} requests at once"
 
 
 def _speed(systems) -> list[Block]:
@@ -184,7 +195,7 @@ def _speed(systems) -> list[Block]:
   for name, s in systems.items():
     paired = s["paired_speedup_vs_ar"]
     interval = "-"
-    if paired and name != AR:
+    if paired and name != metrics.at_level(AR, name):
       low, high = paired["ci95"]
       interval = f"{paired['geomean']:.2f} [{low:.2f}, {high:.2f}]"
     same = s["same_output_as_ar"]
@@ -293,11 +304,13 @@ def _acceptance(systems, records) -> list[Block]:
     Plot("Accepted drafts per pass", plots.histogram(speculative)),
     Plot("Acceptance by draft position", plots.position_rates(speculative)),
   ]
-  reference = {
-    r["request"]: r["metrics"]["tpot_ms"] for r in records.get(AR, ())
-  }
-  pairs = {
-    name: [
+  pairs = {}
+  for name in speculative:
+    reference = {
+      r["request"]: r["metrics"]["tpot_ms"]
+      for r in records.get(metrics.at_level(AR, name), ())
+    }
+    pairs[name] = [
       (
         r["metrics"]["acceptance_length"],
         reference[r["request"]] / r["metrics"]["tpot_ms"],
@@ -305,8 +318,6 @@ def _acceptance(systems, records) -> list[Block]:
       for r in records.get(name, ())
       if r["metrics"]["tpot_ms"] and reference.get(r["request"])
     ]
-    for name in speculative
-  }
   pairs = {name: points for name, points in pairs.items() if points}
   if pairs:
     blocks.append(Plot("Speedup of each request", plots.paired_speedups(pairs)))
@@ -462,6 +473,7 @@ def _run(result) -> list[Block]:
     Table(("", ""), tuple(rows), left=True),
     Heading("Definitions"),
     *(Text(line) for line in _DEFINITIONS),
+    *([Text(_ONE_AT_A_TIME)] if result["deployment"]["batch"] == 1 else []),
   ]
 
 

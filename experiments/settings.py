@@ -44,6 +44,7 @@ class Settings:
     requests: recorded requests that token forcing judges.
     card: key of `devices.CARDS` that the run is for; None runs anywhere.
     flags: every flag as text, for the record.
+    batch: whether requests are decoded several at a time.
   """
 
   target: str
@@ -67,6 +68,7 @@ class Settings:
   card: str | None
   flags: Mapping[str, str]
   sweep: Mapping[str, SystemConfig] = dataclasses.field(default_factory=dict)
+  batch: bool = False
 
   def __post_init__(self):
     known = (AR, STOCK, CANDIDATE, *self.sweep)
@@ -89,6 +91,12 @@ class Settings:
     if self.options is not None:
       described["--set"] = self.options
     for name, system in described.items():
+      alone = [] if self.batch else registry.needs_batch(system)
+      if alone:
+        raise SpecPilotError(
+          f"{alone[0]} is for several requests at once: give --max_concurrency"
+          " or --request_rate"
+        )
       idle = registry.needs_drafter(system)
       if self.drafter == "none" and (idle or system == SystemConfig()):
         what = f"--set={','.join(idle)}" if name == "--set" else name

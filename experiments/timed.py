@@ -40,7 +40,7 @@ def warm_up(
       max_tokens=min(_WARM_UP_TOKENS, settings.sampling.max_tokens),
     )
     for i in range(settings.num_warmups):
-      engine.generate(_ids(requests[i % len(requests)]), sampling)
+      engine.generate(ids_of(requests[i % len(requests)]), sampling)
     engine.wait()
     out[name] = {
       "compile_s": round(compile_s, 3),
@@ -82,13 +82,13 @@ def measure(
       )
       order = list(engines)[:: -1 if index % 2 else 1]
       for place, name in enumerate(order):
-        output, itl_ms = _decode(engines[name], _ids(prompt), sampling)
+        output, itl_ms = _decode(engines[name], ids_of(prompt), sampling)
         record = {
           "request": prompt.id,
           "system": name,
           "domain": prompt.domain,
           "place": place,
-          **_record(output, itl_ms),
+          **record_of(output, itl_ms),
           "sampling": dataclasses.asdict(sampling),
           "options": registry.assignments(settings.system(name)),
           "target": settings.target,
@@ -108,7 +108,8 @@ def measure(
   return records, False
 
 
-def _ids(prompt: prompts.Prompt) -> Sequence[int]:
+def ids_of(prompt: prompts.Prompt) -> Sequence[int]:
+  """The token ids of a prompt that was read with a tokenizer."""
   assert prompt.token_ids is not None, "prompts were read with a tokenizer"
   return prompt.token_ids
 
@@ -131,7 +132,8 @@ def _decode(
   return output, gaps
 
 
-def _record(output: RequestOutput, itl_ms: list[float]) -> dict[str, Any]:
+def record_of(output: RequestOutput, itl_ms: Sequence[float]) -> dict[str, Any]:
+  """What a record says of an output; gaps between its passes in ms."""
   m = output.metrics
   return {
     "prompt_ids": output.prompt_ids,

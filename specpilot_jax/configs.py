@@ -128,6 +128,7 @@ WEIGHTS = ("bf16", "w12", "fp8")
 TREES = CHAIN, BEST_FIRST, MARGINAL = ("chain", "best_first", "marginal")
 VERIFICATIONS = ONE_LEVEL, TWO_LEVEL, AUTO = ("one_level", "two_level", "auto")
 VIEWS = ("midpoint", "truncated", "scaled")
+SWITCH = OFF, ON = ("off", "on")
 
 MAX_NODES = 128
 """Nodes of a verify pass at most."""
@@ -173,6 +174,11 @@ class SystemConfig:
       before it and the drafter made of the drafts.
     view: what the view says of the mantissa bits that it cuts off: the
       `midpoint`, nothing (`truncated`), or nothing and products `scaled` up.
+    shared_budget: `on` gives a batch's pass a number of nodes for all requests,
+      which go to the drafts with the highest path scores.
+    shared_nodes: that number, anchors included; None chooses it by the load.
+    dynamic_draft: `on` verifies 16, 12 or 8 positions of a request in a batch.
+    prompt_admission: `on` lets chunks of prompts ride in a batch's passes.
   """
 
   acceptance: str = "match"
@@ -184,9 +190,16 @@ class SystemConfig:
   verification: str = ONE_LEVEL
   level_one_passes: int = 1
   view: str = VIEWS[0]
+  shared_budget: str = OFF
+  shared_nodes: int | None = None
+  dynamic_draft: str = OFF
+  prompt_admission: str = OFF
 
   def __post_init__(self):
     for name, known in (
+      ("shared_budget", SWITCH),
+      ("dynamic_draft", SWITCH),
+      ("prompt_admission", SWITCH),
       ("weights", WEIGHTS),
       ("acceptance", ACCEPTANCE_RULES),
       ("tree", TREES),
@@ -203,6 +216,7 @@ class SystemConfig:
       ("node_budget", ""),
       ("tree_depth", ""),
       ("level_one_passes", ""),
+      ("shared_nodes", ""),
     ):
       value = getattr(self, name)
       if value is None and name != "level_one_passes":
@@ -213,6 +227,10 @@ class SystemConfig:
         )
       if value < 1:
         raise SpecPilotError(f"{name} must be at least 1, got {value}{hint}")
+    if self.shared_nodes is not None and self.shared_budget == OFF:
+      raise SpecPilotError(
+        f"shared_nodes={self.shared_nodes} conflicts with shared_budget={OFF}"
+      )
     if self.level_one_passes > 1 and self.verification == AUTO:
       raise SpecPilotError(
         f"level_one_passes={self.level_one_passes} conflicts with"
@@ -228,6 +246,19 @@ class SystemConfig:
       raise SpecPilotError(
         f"node_budget must be at most {MAX_NODES}, got {self.node_budget}"
       )
+
+  def check_alone(self) -> None:
+    """Refuses to decode one request at a time.
+
+    Raises:
+      SpecPilotError: a setting that is about several requests at once.
+    """
+    for name in ("shared_budget", "dynamic_draft", "prompt_admission"):
+      if getattr(self, name) == ON:
+        raise SpecPilotError(
+          f"{name}={ON} is for several requests at once, this engine decodes"
+          " one at a time"
+        )
 
   def check_temperature(self, temperature: float) -> None:
     """Refuses requests that a system does not decode.

@@ -176,6 +176,26 @@ def check_passes(
     )
 
 
+def check_rows(kernels: Kernels, rows: int, weights: str) -> None:
+  """Refuses passes of more rows than their products are made for.
+
+  Args:
+    rows: of a pass over several requests.
+    weights: of the target, one of `configs.WEIGHTS`.
+
+  Raises:
+    SpecPilotError: more than the kernel for W12 takes: such a product would
+      decode the matrix for every pass, and be slower than without W12.
+  """
+  packed = kernels.w12_matmul != "reference" and weights == "w12"
+  if packed and rows > w12_matmul.MAX_ROWS:
+    raise SpecPilotError(
+      f"kernel w12_matmul takes at most {w12_matmul.MAX_ROWS} rows, a pass over"
+      f" several requests has {rows}; take fewer slots, a packed pass of fewer"
+      " rows, or weights=bf16"
+    )
+
+
 def as_dict(kernels: Kernels) -> dict[str, str]:
   """Implementation by operation, for records."""
   return {name: getattr(kernels, name) for name in Kernels.operations()}

@@ -141,6 +141,20 @@ class SystemTest(ConfigTestCase):
       SystemConfig(tree=tree).check_temperature(0.7)
     SystemConfig(acceptance="rejection").check_temperature(0.7)
 
+  def test_for_batches(self):
+    for name in ("shared_budget", "dynamic_draft", "prompt_admission"):
+      for value in (None, True, "yes"):
+        self.refused(f"{name} .* is not one of off, on", SystemConfig,
+                     **{name: value})  # fmt: skip
+    self.refused("shared_nodes=9 conflicts with shared_budget=off",
+                 SystemConfig, shared_nodes=9)  # fmt: skip
+    SystemConfig(shared_budget="on", shared_nodes=9)
+    SystemConfig().check_alone()
+    for name in ("shared_budget", "dynamic_draft", "prompt_admission"):
+      settings: dict[str, Any] = {name: "on"}
+      self.refused(f"{name}=on is for several requests at once",
+                   SystemConfig(**settings).check_alone)  # fmt: skip
+
   def test_acceptance(self):
     for value in (None, "", 3, ["match"]):
       self.refused("acceptance", SystemConfig, acceptance=value)

@@ -40,7 +40,7 @@ class FootprintTest(parameterized.TestCase):
       prefill_chunk=chunk,
     )
     self.assertEqual(counted.target_bytes, held(nnx.split(target)[1]))
-    carry = engine._fresh_carry()
+    carry = engine.fresh_carry()
     length = carry.target.length.nbytes
     self.assertEqual(
       counted.kv_cache_bytes + counted.recurrent_bytes,

@@ -23,6 +23,7 @@ class Search:
   Args:
     sampled: whether requests have a temperature above 0.
     drafter: whether the deployment has one.
+    batch: whether it decodes several requests at once.
     options: the registry.
   """
 
@@ -34,9 +35,10 @@ class Search:
     *,
     sampled: bool,
     drafter: bool,
+    batch: bool = False,
     options: Mapping[str, Option] | None = None,
   ):
-    self._holds = {"sampled": sampled, "drafter": drafter}
+    self._holds = {"sampled": sampled, "drafter": drafter, "batch": batch}
     self._options = registry.OPTIONS if options is None else options
 
   def tasks(self) -> Iterator[tuple[str, str]]:

@@ -44,13 +44,24 @@ class Drafts:
     count: drafts that exist, the first of `tokens`.
     candidates: ids that the law is over, per slot.
     log_law: normalised log-probabilities of the candidates, given the draft
+    log_law: normalised log-probabilities of the candidates, given the draft
       before where the drafter conditions on it.
+    scores: of the drafts, as the lattice has them.
   """
 
   tokens: Int[Array, " S"]
   count: Int[Array, ""]
   candidates: Int[Array, "S C"]
   log_law: Float[Array, "S C"]
+  scores: Float[Array, " S"]
+
+  @property
+  def path_scores(self) -> Float[Array, " S1"]:
+    """Sums of scores along the chain: 0 for the anchor, -inf behind the last
+    draft; [S + 1]."""
+    there = jnp.arange(self.scores.shape[0]) < self.count
+    steps = jnp.where(there, self.scores, -jnp.inf)
+    return jnp.concatenate([jnp.zeros_like(steps[:1]), jnp.cumsum(steps)])
 
 
 class Drafter(Protocol):
@@ -155,6 +166,7 @@ def chain(
     best = jnp.argmin(ids, axis=-1)
   parents, chosen = _walk(best)
   index = jnp.arange(slots, dtype=jnp.int32)
+  scores = scores[index, parents, chosen]
   exists, log_law, valid = (x[index, parents] for x in (exists, log_law, valid))
   tokens = lattice.tokens[index, chosen]
   run = jnp.min(jnp.where(exists, slots, index), initial=slots)
@@ -164,6 +176,7 @@ def chain(
     count=jnp.maximum(count, 0).astype(jnp.int32),
     candidates=jnp.where(valid, lattice.tokens, 0).astype(jnp.int32),
     log_law=jnp.where(valid, log_law, -jnp.inf),
+    scores=scores,
   )
 
 

@@ -17,22 +17,21 @@ from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import ONE_LEVEL, SystemConfig, runs_on
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import step as step_lib
-from specpilot_jax.decoding import stops
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.policy import Policy
 from specpilot_jax.decoding.request import (
-  RequestMetrics,
   RequestOutput,
   StreamChunk,
   TokenScores,
 )
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.decoding.schedule import Schedule
+from specpilot_jax.decoding.transcript import StepResult, Transcript
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import layers
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.target import Target
-from specpilot_jax.tokenizer import StreamDecoder, Tokenizer
+from specpilot_jax.tokenizer import Tokenizer
 
 CUT_TOLERANCE = 0.5
 """Default width of filter cut-offs in scoring, in logits (DESIGN section 7)."""
@@ -55,20 +54,6 @@ class _Compiled:
       step=jax.jit(fns.step, donate_argnums=1),
       score=jax.jit(fns.score, donate_argnums=1),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-  """One step as the host sees it; see `step.StepOutput`."""
-
-  tokens: tuple[int, ...]
-  drafted: int
-  depth: int
-  accepted: int
-  stopped: bool
-  exhausted: bool
-  trunk: int
-  confirmed: int
 
 
 class Engine:
@@ -144,7 +129,7 @@ class Engine:
     )
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1
-    self._host_lag = host_lag
+    self.host_lag = host_lag
 
     graphdef, params = nnx.split(target)
     self._params = step_lib.Params.of(
@@ -171,7 +156,8 @@ class Engine:
     self._carry: step_lib.Carry | None = None
     self._busy = False
 
-  def _fresh_carry(self) -> step_lib.Carry:
+  def fresh_carry(self) -> step_lib.Carry:
+    """An empty carry; room for penalties comes with the request."""
     drafter = self.drafter
     return step_lib.Carry(
       target=state_lib.init_state(self.config, self._capacity, self.dtype),
@@ -226,6 +212,22 @@ class Engine:
           f"drafter {drafter.name} taps layer {tap}, target {config.name} has"
           f" {config.num_layers} layers"
         )
+
+  @property
+  def params(self) -> step_lib.Params:
+    """Of the target and the drafter, as every call takes them."""
+    return self._params
+
+  @property
+  def fns(self) -> step_lib.StepFns:
+    """The pure functions, with features for greedy decoding."""
+    return self._base
+
+  @property
+  def capacity(self) -> int:
+    """Rows of keys and values, those that a commit may write behind the last
+    token among them."""
+    return self._capacity
 
   @property
   def num_drafts(self) -> int:
@@ -293,7 +295,7 @@ class Engine:
     """Resets the one carry and prefills all of the prompt but its last id."""
     carry, self._carry = self._carry, None
     if carry is None:
-      carry = self._fresh_carry()
+      carry = self.fresh_carry()
     padded = np.zeros(self._capacity, np.int32)
     padded[: prompt.size] = prompt
     carry = compiled.reset(
@@ -310,7 +312,8 @@ class Engine:
       carry = compiled.prefill(self._params, carry, tokens, np.int32(count))
     return carry
 
-  def _request(self, sampling: SamplingParams) -> step_lib.Request:
+  def request(self, sampling: SamplingParams) -> step_lib.Request:
+    """A request's settings as arrays; raises where they cannot be met."""
     self.system.check_temperature(sampling.temperature)
     for token in sampling.stop_token_ids:
       if token >= self.config.vocab_size:
@@ -342,6 +345,7 @@ class Engine:
     the carry is that many steps further on. A carry is valid until the next
     step; closing the iterator makes the engine ready for the next request.
     """
+    self.system.check_alone()
     prompt = self.check_ids(prompt_ids, "prompt")
     room = self.max_seq_len - prompt.size
     if room < 1:
@@ -354,30 +358,21 @@ class Engine:
       planned = self.schedule.plan(self, sampling) if self.schedule else ()
       self.set_plan(planned)
     compiled = self._compiled(sampling_lib.Features.of(sampling))
-    request = self._request(sampling)
+    request = self.request(sampling)
     with self._one_request():
       carry = self._start(compiled, prompt, limit)
       pending: deque[step_lib.StepOutput] = deque()
       while True:
         carry, out = compiled.step(self._params, carry, request)
         pending.append(out)
-        if len(pending) <= self._host_lag:
+        if len(pending) <= self.host_lag:
           continue
         out = jax.device_get(pending.popleft())
         if not out.healthy:
           raise SpecPilotError(
             f"{self.config.name}: logits turned NaN in {self.dtype}"
           )
-        result = StepResult(
-          tokens=tuple(int(t) for t in out.tokens[: int(out.count)]),
-          drafted=int(out.drafted),
-          depth=int(out.depth),
-          accepted=int(out.accepted),
-          stopped=bool(out.stopped),
-          exhausted=bool(out.exhausted),
-          trunk=int(out.trunk),
-          confirmed=int(out.confirmed),
-        )
+        result = StepResult.of(out)
         try:
           yield carry, result
         except GeneratorExit:
@@ -414,80 +409,21 @@ class Engine:
     """
     if sampling.stop and self.tokenizer is None:
       raise SpecPilotError("stop strings need a tokenizer")
-    started = time.perf_counter()
-    emitted, drafted, depths, accepted = [], [], [], []
-    trunks, confirmed = [], []
-    cut_steps, ttft, now = 0, float("nan"), started
-    new: list[int] = []
-    text = ""
-    tokens: list[int] = []
-    shown: list[str] = []
-    decoder = StreamDecoder(self.tokenizer) if self.tokenizer else None
-    watch = stops.StopStrings(sampling.stop)
-    loop = stops.LoopDetector() if sampling.loops_end else None
-    finish: tuple[str, int | str | None] | None = None
+    transcript = Transcript(
+      prompt_ids, sampling, self.tokenizer, time.perf_counter()
+    )
     steps = self.steps(prompt_ids, sampling)
     try:
       for _, result in steps:
-        now = time.perf_counter()
-        if not tokens:
-          ttft = now - started
-        new, text = [], ""
-        for i, token in enumerate(result.tokens):
-          tokens.append(token)
-          new.append(token)
-          if decoder:
-            text += watch.push(decoder.push(token))
-          last = i == len(result.tokens) - 1
-          looping = loop is not None and loop.push(token)
-          if last and result.stopped:
-            finish = ("stop", token)
-          elif watch.found is not None:
-            finish = ("stop", watch.found)
-          elif last and result.exhausted:
-            finish = ("length", None)
-          elif looping:
-            finish = ("loop", None)
-          if finish:
-            break
-        emitted.append(len(new))
-        drafted.append(result.drafted)
-        depths.append(result.depth)
-        accepted.append(result.accepted)
-        trunks.append(result.trunk)
-        confirmed.append(result.confirmed)
-        cut_steps += len(new) != result.accepted + 1
-        shown.append(text)
-        if finish:
+        chunk = transcript.push(result, time.perf_counter())
+        if chunk.output is not None:
           break
-        yield StreamChunk(tuple(new), text)
+        yield chunk
+      else:
+        raise AssertionError("the device ends a request where its host does")
     finally:
       steps.close()
-    assert finish is not None
-    if decoder and watch.found is None:
-      # Only now is it known that no stop string follows.
-      text += watch.push(decoder.flush())
-      text += watch.flush()
-      shown[-1] = text
-    output = RequestOutput(
-      prompt_ids=tuple(int(i) for i in prompt_ids),
-      token_ids=tuple(tokens),
-      text="".join(shown) if decoder else None,
-      finish_reason=finish[0],
-      stop_reason=finish[1],
-      metrics=RequestMetrics(
-        ttft_ms=1e3 * ttft,
-        e2e_ms=1e3 * (now - started),
-        emitted_per_step=tuple(emitted),
-        drafted_per_step=tuple(drafted),
-        depth_per_step=tuple(depths),
-        accepted_per_step=tuple(accepted),
-        cut_steps=cut_steps,
-        trunk_per_step=tuple(trunks),
-        confirmed_per_step=tuple(confirmed),
-      ),
-    )
-    yield StreamChunk(tuple(new), text, output)
+    yield chunk
 
   def generate(
     self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
@@ -551,7 +487,7 @@ class Engine:
       )
     compiled = self._compiled(sampling_lib.Features.of(sampling))
     # A score knows of no schedule: one executable, whatever that weighs.
-    request = dataclasses.replace(self._request(sampling), plan=())
+    request = dataclasses.replace(self.request(sampling), plan=())
     inputs = np.concatenate([prompt[-1:], output[:-1]])
     chunk, results = self.prefill_chunk, []
     tolerance = np.asarray(cut_tolerance, self._acc)

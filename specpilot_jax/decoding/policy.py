@@ -145,6 +145,28 @@ class Policy:
       valid_vocab: ids below it exist.
       implementation: of `tree_growth`.
     """
+    return tree_lib.nodes_of(
+      self.tree_of(
+        lattice,
+        anchor,
+        nodes=nodes,
+        depth=depth,
+        valid_vocab=valid_vocab,
+        implementation=implementation,
+      )
+    )
+
+  def tree_of(
+    self,
+    lattice: draft_lib.Lattice,
+    anchor: Int[Array, ""],
+    *,
+    nodes: Int[Array, ""],
+    depth: Int[Array, ""],
+    valid_vocab: int,
+    implementation: Implementation = "reference",
+  ) -> tree_lib.Tree:
+    """The tree of such a pass, with the scores of its nodes: see `of_tree`."""
     tokens, scores = lattice.tokens, lattice.scores
     if self.tree == configs.MARGINAL and scores.ndim == 3:
       tokens, scores = tree_lib.marginal(
@@ -153,7 +175,7 @@ class Policy:
         valid_vocab=valid_vocab,
         implementation=implementation,
       )
-    tree = tree_lib.best_first(
+    return tree_lib.best_first(
       anchor,
       tokens,
       scores,
@@ -164,4 +186,3 @@ class Policy:
       drafts=nodes - 1,
       implementation=implementation,
     )
-    return tree_lib.nodes_of(tree)

@@ -12,7 +12,7 @@ All three filters amount to one threshold per node; ties at it are kept.
 import dataclasses
 import enum
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +157,16 @@ class Features:
       penalties=params.presence_penalty != 0
       or params.frequency_penalty != 0
       or params.repetition_penalty != 1,
+    )
+
+  @classmethod
+  def union(cls, kinds: Iterable["Features"]) -> "Features":
+    """What a step needs that serves requests of all these kinds."""
+    kinds = list(kinds)
+    return cls(
+      greedy=all(f.greedy for f in kinds),
+      filters=any(f.filters for f in kinds),
+      penalties=any(f.penalties for f in kinds),
     )
 
 

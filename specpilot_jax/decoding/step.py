@@ -20,6 +20,7 @@ from specpilot_jax.decoding import accept
 from specpilot_jax.decoding import draft as draft_lib
 from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import sampling as sampling_lib
+from specpilot_jax.decoding import tree as tree_lib
 from specpilot_jax.decoding.commit import commit
 from specpilot_jax.decoding.schedule import Schedule, Seen
 from specpilot_jax.models import layers
@@ -123,16 +124,19 @@ class Drafted(NamedTuple):
   """The nodes of a pass; the chain's law too where they are one.
 
   The first `trunk` drafts are those that a coarser pass chose, one path from
-  the anchor; 0 where there was none.
+  the anchor; 0 where there was none. `scores` are what the drafter gives the
+  path to each node, a log-probability: 0 for the anchor, none where nobody asks
+  for them.
   """
 
   nodes: state_lib.Nodes
   chain: draft_lib.Drafts | None
   trunk: Int[Array, ""] | int = 0
+  scores: Float[Array, " N"] | None = None
 
 
 @state_lib.pytree
-class _Verified:
+class Verified:
   """What a verify pass leaves for the commit; arrays lead with nodes."""
 
   tokens: Int[Array, " N"]
@@ -144,6 +148,30 @@ class _Verified:
   healthy: Bool[Array, ""]
   trunk: Int[Array, ""]
   confirmed: Int[Array, ""]
+
+  @classmethod
+  def of(
+    cls, nodes, taps, stash, acceptance, nan, trunk: Any = 0
+  ) -> "Verified":
+    """A pass over `nodes` of one request; `nan` says where logits were NaN."""
+    trunk = jnp.asarray(trunk, jnp.int32)
+    # The trunk is the first nodes, each the child of the one before it.
+    index = jnp.arange(nodes.size)
+    of_trunk = (acceptance.path == index) & (index > 0) & (index <= trunk)
+    exists = jnp.arange(nodes.size) < nodes.count
+    return cls(
+      tokens=nodes.tokens,
+      count=nodes.count,
+      depth=jnp.where(exists, nodes.depth, 0).max(),
+      taps=taps,
+      stash=stash,
+      acceptance=acceptance,
+      healthy=~jnp.any(nan & exists),
+      trunk=trunk,
+      confirmed=(of_trunk & (index <= acceptance.accepted)).sum(
+        dtype=jnp.int32
+      ),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,25 +234,25 @@ class StepFns:
     """Commits `count` prompt tokens, the first of `tokens`."""
     model = nnx.merge(self.graphdef, params[0])
     nodes = state_lib.run_of(tokens, count, prefill=True)
-    out = model(nodes, carry.target, self._taps)
-    return self._committed(params, carry, nodes, out, nodes.count)
+    out = model(nodes, carry.target, self.taps)
+    return self.committed(params, carry, nodes, out, nodes.count)
 
   @property
-  def _taps(self) -> tuple[int, ...]:
+  def taps(self) -> tuple[int, ...]:
     return self.drafter.taps if self.drafter else ()
 
-  def _committed(self, params, carry, nodes, out, count) -> Carry:
+  def committed(self, params, carry, nodes, out, count) -> Carry:
     """A run of nodes becomes the state (prefill and scoring)."""
     path = jnp.arange(nodes.size, dtype=jnp.int32)
     return dataclasses.replace(
       carry,
       target=commit(carry.target, out.stash, path, count),
-      drafter=self._extend(
+      drafter=self.extend(
         params, carry, nodes.tokens, out.taps, carry.target.length, count
       ),
     )
 
-  def _extend(self, params, carry, tokens, taps, start, count):
+  def extend(self, params, carry, tokens, taps, start, count):
     if self.drafter is None:
       return None
     with jax.named_scope("drafter"):
@@ -232,7 +260,7 @@ class StepFns:
         params[1], carry.drafter, tokens, taps, start, count
       )
 
-  def _penalized(self, logits, request, history, nodes):
+  def penalized(self, logits, request, history, nodes):
     if history is None:
       return logits
     return sampling_lib.penalize(
@@ -260,20 +288,18 @@ class StepFns:
       sizes = (self.policy.rows,)
       if self.drafter.variable_length and sizes != (1,):
         sizes = (1, *sizes)
-    pad_to, path_nodes = sizes[-1], self.policy.path
-    if self.schedule is not None:
-      pad_to, path_nodes = self.schedule.rows, self.schedule.path
+    pad_to = sizes[-1] if self.schedule is None else self.schedule.rows
     verify = functools.partial(
       self._verify, params, carry, request, drafted, pad_to=pad_to
     )
     branches = [functools.partial(verify, size) for size in sizes]
 
-    def at_once() -> _Verified:
+    def at_once() -> Verified:
       if drafted is None or len(branches) == 1:
         return branches[0]()
       return jax.lax.cond(drafted.nodes.count > 1, branches[1], branches[0])
 
-    schedule, learned = self.schedule, carry.schedule
+    schedule = self.schedule
     if schedule is None or lattice is None or drafted is None:
       seen = at_once()
     else:
@@ -281,6 +307,26 @@ class StepFns:
         schedule, params, carry, request, lattice, drafted, at_once
       )
 
+    return self.finish(params, carry, request, lattice, seen)
+
+  def finish(
+    self,
+    params: Any,
+    carry: Carry,
+    request: Request,
+    lattice: draft_lib.Lattice | None,
+    seen: Verified,
+  ) -> tuple[Carry, StepOutput]:
+    """What a pass accepted becomes the state, as far as no stop cuts it.
+
+    Args:
+      carry: the one before the pass, which ran on top of it.
+      lattice: what was drafted; None without a drafter.
+      seen: the pass.
+    """
+    position, schedule = carry.target.length, self.schedule
+    learned = carry.schedule
+    path_nodes = (schedule or self.policy).path
     # No path is longer than the drafter's slots, whatever the tree holds.
     acceptance = jax.tree.map(
       lambda x: x[:path_nodes] if x.ndim else x, seen.acceptance
@@ -303,7 +349,7 @@ class StepFns:
       learned = schedule.learned(self, carry, request, lattice, told)
     carry = Carry(
       target=commit(carry.target, seen.stash, path, count),
-      drafter=self._extend(
+      drafter=self.extend(
         params, carry, seen.tokens[path], seen.taps[path], position, count
       ),
       anchor=jnp.where(carry.done, carry.anchor, last),
@@ -326,7 +372,7 @@ class StepFns:
     )
 
   @property
-  def _rejects(self) -> bool:
+  def rejects(self) -> bool:
     return self.acceptance == "rejection" and not self.features.greedy
 
   def drafted(
@@ -352,7 +398,7 @@ class StepFns:
     depth = jnp.minimum(remaining - 1, limits.depth)
     vocab = self.config.valid_vocab
     if self.policy.tree != configs.CHAIN:
-      nodes = self.policy.of_tree(
+      tree = self.policy.tree_of(
         lattice,
         anchor,
         nodes=limits.nodes,
@@ -360,20 +406,20 @@ class StepFns:
         valid_vocab=vocab,
         implementation=self.kernels.tree_growth,
       )
-      return Drafted(nodes, None)
+      return Drafted(tree_lib.nodes_of(tree), None, scores=tree.scores)
     chain = draft_lib.chain(
       lattice,
       valid_vocab=vocab,
       limit=jnp.minimum(depth, limits.nodes - 1),
       sampling=request.sampling,
       position=position,
-      sample=self._rejects,
+      sample=self.rejects,
     )
     tokens = chain.tokens[: self.policy.rows - 1]
     nodes = state_lib.run_of(
       jnp.concatenate([anchor[None], tokens]), 1 + chain.count, prefill=False
     )
-    return Drafted(nodes, chain)
+    return Drafted(nodes, chain, scores=chain.path_scores[: nodes.size])
 
   def _verify(self, params, carry, request, drafted, size, *, pad_to):
     """One target pass over the anchor and, unless `size` is 1, the drafts.
@@ -398,7 +444,7 @@ class StepFns:
         prefill=alone,
       )
     out, logits = self._pass(model, carry, request, nodes)
-    if self._rejects and size > 1:
+    if self.rejects and size > 1:
       law = sampling_lib.law(logits, request.sampling, self.features)
       acceptance = accept.rejection(
         nodes, drafted.chain, law, request.sampling, carry.target.length
@@ -407,33 +453,25 @@ class StepFns:
       acceptance = accept.match(
         nodes, self._choices(logits, carry, request, nodes)
       )
-    trunk = jnp.asarray(drafted.trunk if size > 1 else 0, jnp.int32)
-    # The trunk is the first nodes, each the child of the one before it.
-    index = jnp.arange(size)
-    of_trunk = (acceptance.path == index) & (index > 0) & (index <= trunk)
-    exists = jnp.arange(size) < count
-    verified = _Verified(
-      tokens=nodes.tokens,
-      count=count,
-      depth=jnp.where(exists, nodes.depth, 0).max(),
-      taps=out.taps,
-      stash=out.stash,
-      acceptance=acceptance,
-      healthy=~jnp.any(jnp.isnan(logits).any(axis=-1) & exists),
-      trunk=trunk,
-      confirmed=(of_trunk & (index <= acceptance.accepted)).sum(
-        dtype=jnp.int32
-      ),
+    verified = Verified.of(
+      nodes,
+      out.taps,
+      out.stash,
+      acceptance,
+      jnp.isnan(logits).any(axis=-1),
+      drafted.trunk if size > 1 else 0,
     )
-    return _pad_nodes(verified, size, pad_to)
+    # One that is done has its anchor to look at all the same.
+    verified = dataclasses.replace(verified, count=count)
+    return pad_nodes(verified, size, pad_to)
 
   def _scheduled(
     self, schedule, params, carry, request, lattice, drafted, at_once
-  ) -> _Verified:
+  ) -> Verified:
     """The exact pass over what a schedule makes of the drafts, or `at_once`."""
     rows = schedule.rows
 
-    def looked_at() -> _Verified:
+    def looked_at() -> Verified:
       longer = schedule.continued(self, params, carry, request, drafted)
       return self._verify(params, carry, request, longer, rows, pad_to=rows)
 
@@ -444,8 +482,8 @@ class StepFns:
 
   def _pass(self, model, carry, request, nodes):
     """A target's output at nodes, and its penalised logits."""
-    out = model(nodes, carry.target, self._taps)
-    return out, self._penalized(
+    out = model(nodes, carry.target, self.taps)
+    return out, self.penalized(
       model.logits(out.hidden), request, carry.history, nodes
     )
 
@@ -502,9 +540,9 @@ class StepFns:
     """
     model = layers.by_definition(nnx.merge(self.graphdef, params[0]))
     nodes = state_lib.run_of(tokens, count, prefill=True)
-    out = model(nodes, carry.target, self._taps)
+    out = model(nodes, carry.target, self.taps)
     raw = model.logits(out.hidden)
-    logits = self._penalized(raw, request, carry.history, nodes)
+    logits = self.penalized(raw, request, carry.history, nodes)
     logprob = jax.nn.log_softmax(raw, axis=-1)
     positions = carry.target.length + nodes.depth + 1
     result = ScoreOutput(
@@ -523,11 +561,11 @@ class StepFns:
         history,
         output=history.output.at[targets].add(inside.astype(jnp.int32)),
       )
-    carry = self._committed(params, carry, nodes, out, nodes.count)
+    carry = self.committed(params, carry, nodes, out, nodes.count)
     return dataclasses.replace(carry, history=history), result
 
 
-def _pad_nodes(tree, size: int, pad_to: int):
+def pad_nodes(tree, size: int, pad_to: int):
   """Pads the leading axis, the node axis, of every array of `tree`."""
 
   def pad(x):

@@ -13,6 +13,7 @@ from specpilot_jax.configs import (
   ACCEPTANCE_RULES,
   DEFAULT_TREE_NODES,
   MAX_NODES,
+  SWITCH,
   TREES,
   VERIFICATIONS,
   VIEWS,
@@ -37,6 +38,7 @@ EXACTNESS = {
 DEPLOYMENTS = {
   "drafter": "has a drafter",
   "sampled": "temperature above 0",
+  "batch": "decodes several requests at once",
 }
 
 Value = str | int | None
@@ -235,6 +237,46 @@ _ALL = (
     deployments=("drafter",),
     conflicts=("verification=one_level",),
   ),
+  Option(
+    name="shared_budget",
+    summary="a pass has a number of nodes for all requests, given to the drafts"
+    " with the highest path scores; every request keeps its anchor",
+    domain=Choice(values=SWITCH),
+    factor="kernel",
+    exactness="token",
+    deployments=("drafter", "batch"),
+    requires=("verification=one_level",),
+  ),
+  Option(
+    name="shared_nodes",
+    summary="nodes of such a pass, anchors included; by load, from profiled"
+    " step times",
+    domain=Count(lowest=1, none="load"),
+    factor="kernel",
+    exactness="token",
+    deployments=("drafter", "batch"),
+    conflicts=("shared_budget=off",),
+  ),
+  Option(
+    name="dynamic_draft",
+    summary="16, 12 or 8 positions of a request are verified, by recent"
+    " acceptance and the draft's confidence; the full block is drafted",
+    domain=Choice(values=SWITCH),
+    factor="kernel",
+    exactness="token",
+    deployments=("drafter", "batch"),
+    requires=("verification=one_level",),
+  ),
+  Option(
+    name="prompt_admission",
+    summary="chunks of waiting prompts ride in verify passes where they would"
+    " otherwise hold up those that decode",
+    domain=Choice(values=SWITCH),
+    factor="overhead",
+    exactness="token",
+    deployments=("batch",),
+    requires=("verification=one_level",),
+  ),
 )
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _ALL}
 
@@ -338,6 +380,11 @@ def changed(system: SystemConfig) -> dict[str, str]:
 def needs_drafter(system: SystemConfig) -> list[str]:
   """The changed options of a system that do nothing without a drafter."""
   return [n for n in changed(system) if "drafter" in OPTIONS[n].deployments]
+
+
+def needs_batch(system: SystemConfig) -> list[str]:
+  """The changed options of a system that do nothing for a single request."""
+  return [n for n in changed(system) if "batch" in OPTIONS[n].deployments]
 
 
 def prepare(

@@ -95,6 +95,12 @@ class Attention(nnx.Module):
   ) -> tuple[Float[Array, "N D"], AttentionStash]:
     """Attends to the committed prefix and to each node's ancestors."""
     q, k, v, gate = self.project(x, positions)
+    out, stash = nodes.over(self._attend, (q, k, v), state, length)
+    return self.output(out, gate), stash
+
+  def _attend(self, nodes: Nodes, rows, state: AttentionState, length):
+    """Attention proper, of the nodes of one request."""
+    q, k, v = rows
     scale = self.config.head_dim**-0.5
     out = tree_attention.tree_attention(
       q,
@@ -109,4 +115,4 @@ class Attention(nnx.Module):
         "reference" if nodes.is_prompt else self.kernels.tree_attention
       ),
     )
-    return self.output(out, gate), AttentionStash(k=k, v=v)
+    return out, AttentionStash(k=k, v=v)

@@ -91,10 +91,15 @@ class GatedDeltaNet(nnx.Module):
     self, x: Float[Array, "N D"], nodes: Nodes, state: GDNState
   ) -> Projected:
     """The input projection and the convolution."""
+    return self._convolve(self.in_proj(x), nodes, state)
+
+  def _convolve(
+    self, fused: Float[Array, "N P"], nodes: Nodes, state: GDNState
+  ) -> Projected:
+    """What the convolution makes of a projection, of one request."""
     c = self.config
-    acc = layers.accumulation_dtype(x.dtype)
-    n = x.shape[0]
-    fused = self.in_proj(x)
+    acc = layers.accumulation_dtype(fused.dtype)
+    n = fused.shape[0]
     rows, z, _ = self._split(fused)
     history = jnp.concatenate([state.conv, rows])
     width = c.gdn_conv_kernel
@@ -140,9 +145,18 @@ class GatedDeltaNet(nnx.Module):
     self, x: Float[Array, "N D"], nodes: Nodes, state: GDNState
   ) -> tuple[Float[Array, "N D"], GDNStash | GDNPrefillStash]:
     """Runs the nodes on top of the committed state, which is only read."""
+    fused = self.in_proj(x)
+    _, z, _ = self._split(fused)
+    o, stash = nodes.over(self._recur, fused, state)
+    return self.output(o, z), stash
+
+  def _recur(
+    self, nodes: Nodes, fused: Float[Array, "N P"], state: GDNState
+  ) -> tuple[Float[Array, "N Hv V"], GDNStash | GDNPrefillStash]:
+    """Convolution and recurrence, of the nodes of one request."""
     if nodes.prefill and not nodes.is_prompt:
-      return self._decode(x, nodes, state)
-    p = self.project(x, nodes, state)
+      return self._decode(fused, nodes, state)
+    p = self._convolve(fused, nodes, state)
     if nodes.prefill:
       o, recurrent = gated_delta.chunk_prefill(
         *self.inputs(p), state.recurrent, nodes.count
@@ -162,13 +176,12 @@ class GatedDeltaNet(nnx.Module):
       stash = GDNStash(
         k=k, u=u, decay=decay, rows=p.rows, kernel=self.kernels.gdn_commit
       )
-    return self.output(o, p.z), stash
+    return o, stash
 
   def _decode(
-    self, x: Float[Array, "1 D"], nodes: Nodes, state: GDNState
-  ) -> tuple[Float[Array, "1 D"], GDNPrefillStash]:
+    self, fused: Float[Array, "1 P"], nodes: Nodes, state: GDNState
+  ) -> tuple[Float[Array, "1 Hv V"], GDNPrefillStash]:
     """One token that is certain to be committed."""
-    fused = self.in_proj(x)
     o, recurrent = gdn_decode.decode(
       fused[0],
       state.conv,
@@ -180,6 +193,5 @@ class GatedDeltaNet(nnx.Module):
       key_heads=self.config.gdn_num_key_heads,
       implementation=self.kernels.gdn_decode,
     )
-    rows, z, _ = self._split(fused)
-    stash = GDNPrefillStash(recurrent=recurrent, rows=rows)
-    return self.output(o[None], z), stash
+    rows, _, _ = self._split(fused)
+    return o[None], GDNPrefillStash(recurrent=recurrent, rows=rows)

@@ -97,9 +97,7 @@ def matmul(
     return out * VIEW_GAIN if view == SCALED else out
   if isinstance(weight, W12Array):
     if w12 != "reference" and n <= w12_matmul.MAX_ROWS:
-      return w12_matmul.matmul(
-        x, weight, out_dtype=out_dtype, implementation=w12
-      )
+      return few_rows(out_dtype, w12)(x, weight)
     weight = w12_decode.decode(weight, implementation=w12).astype(x.dtype)
   if n == 1 and _sums_rows(x, weight):
     return sum_of_products(out_dtype)(x, weight)
@@ -118,6 +116,30 @@ def matmul(
   columns = 4 if n <= 4 else 8 if n <= 8 else 16
   x = jnp.pad(x, ((0, -n % columns), (0, 0)))
   return lax.optimization_barrier(product("oi,ni->on", weight, x)).T[:n]
+
+
+def few_rows(out_dtype, implementation: W12Implementation):
+  """x W^T with W in W12, as its kernel computes it; of a batch, all rows.
+
+  Under `vmap` the kernel would read the weight once for each of the batch.
+  """
+
+  @jax.custom_batching.custom_vmap
+  def one(x: Float[Array, "N I"], weight: W12Array) -> Array:
+    return w12_matmul.matmul(
+      x, weight, out_dtype=out_dtype, implementation=implementation
+    )
+
+  @one.def_vmap
+  def _(size, batched, x, weight):
+    own, of_weight = batched
+    if not own or any(jax.tree.leaves(of_weight)):
+      raise ValueError("a batch of weights in W12, expected one for all")
+    rows = x.reshape(-1, x.shape[-1])
+    out = matmul(rows, weight, out_dtype, implementation)
+    return out.reshape(size, -1, out.shape[-1]), True
+
+  return one
 
 
 def _sums_rows(x, weight) -> bool:

@@ -7,6 +7,8 @@ after any accepted path; `decoding.commit` does that.
 
 import dataclasses
 import typing
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +126,25 @@ class Nodes:
   def is_prompt(self) -> bool:
     """Several nodes of one path: a run of prompt, or one that is scored."""
     return self.prefill and self.size > 1
+
+  def positions(self, length: Int[Array, ""]) -> Int[Array, " N"]:
+    """Where the nodes stand behind `length` committed tokens."""
+    return length + self.depth
+
+  def over[R, S](
+    self, mix: Callable[..., tuple[R, S]], rows: Any, *request: Any
+  ) -> tuple[R, S]:
+    """What mixes nodes of one request with each other and with its state.
+
+    All else in a model is done row by row: a pass over several requests
+    (`models.packed`) differs from that over one in this alone.
+
+    Args:
+      mix: (nodes, rows, *request) -> what becomes of the rows, and a stash.
+      rows: a pytree of arrays, one row per node.
+      request: the request's state, and what else there is one of.
+    """
+    return mix(self, rows, *request)
 
 
 def run_of(tokens: Int[Array, " N"], count, *, prefill: bool) -> Nodes:

@@ -153,7 +153,7 @@ class Target(nnx.Module):
       taps: layer indices whose residual stream (after the layer) is returned.
     """
     x = self.embed(nodes.tokens)
-    positions = state.length + nodes.depth
+    positions = nodes.positions(state.length)
     # A layer leaves its last sum to the norm that follows.
     delta, stash, tapped = jnp.zeros_like(x), [], {}
     for i, layer in enumerate(self.layers):

@@ -36,6 +36,16 @@ class BadInputTest(QuickTestCase):
     self.assertNotIn("\n", text)
     self.assertTrue(re.search(what, text), text)
 
+  def test_settings_of_batches(self):
+    engine = Engine(
+      kit.build(CONFIG, "float32"), system=SystemConfig(prompt_admission="on")
+    )
+    self.refuses(
+      "^prompt_admission=on is for several requests at once, this engine",
+      engine.generate,
+      [1],
+    )
+
   @parameterized.parameters(
     ([], "prompt is empty"),
     ([1, 61], "prompt: token id 61 at index 1 .* vocabulary of 61"),

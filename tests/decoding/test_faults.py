@@ -42,7 +42,7 @@ _choose = sampling_lib.choose
 _penalize = sampling_lib.penalize
 _conv_windows = gated_delta.conv_windows
 _rope = attention.layers.rope
-_extend = step_lib.StepFns._extend
+_extend = step_lib.StepFns.extend
 
 
 def nothing():
@@ -182,7 +182,7 @@ def drafter_context_not_cut():
     whole = jnp.where(count > 0, tokens.shape[0], 0)
     return _extend(self, params, carry, tokens, taps, start, whole)
 
-  return mock.patch.object(step_lib.StepFns, "_extend", extend)
+  return mock.patch.object(step_lib.StepFns, "extend", extend)
 
 
 def drafter_gets_its_own_drafts_features():
@@ -192,21 +192,21 @@ def drafter_gets_its_own_drafts_features():
     moved = jnp.roll(taps, 1, axis=0)
     return _extend(self, params, carry, tokens, moved, start, count)
 
-  return mock.patch.object(step_lib.StepFns, "_extend", extend)
+  return mock.patch.object(step_lib.StepFns, "extend", extend)
 
 
 def drafter_misses_the_last_token():
   def extend(self, params, carry, tokens, taps, start, count):
     return _extend(self, params, carry, tokens, taps, start, count - 1)
 
-  return mock.patch.object(step_lib.StepFns, "_extend", extend)
+  return mock.patch.object(step_lib.StepFns, "extend", extend)
 
 
 def drafter_is_one_position_behind():
   def extend(self, params, carry, tokens, taps, start, count):
     return _extend(self, params, carry, tokens, taps, start - 1, count)
 
-  return mock.patch.object(step_lib.StepFns, "_extend", extend)
+  return mock.patch.object(step_lib.StepFns, "extend", extend)
 
 
 def noise_keyed_by_step():

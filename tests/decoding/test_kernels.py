@@ -117,9 +117,9 @@ class EngineTest(parameterized.TestCase):
   def test_each_is_where_it_belongs(self, operation, stock):
     chosen = f"{operation}=interpret" if operation else "reference"
     running = engine(kernels_lib.parse(chosen), stock=stock)
-    fns, carry = running._base, running._fresh_carry()
+    fns, carry = running._base, running.fresh_carry()
     with counted() as calls:
-      jax.eval_shape(fns.step, running._params, carry, running._request(GREEDY))
+      jax.eval_shape(fns.step, running._params, carry, running.request(GREEDY))
       found = {name: call.call_count for name, call in calls.items()}
       # A run of prompt takes the references.
       tokens, count = jnp.zeros(8, jnp.int32), jnp.int32(8)
@@ -146,9 +146,9 @@ class EngineTest(parameterized.TestCase):
       stock=True,
       system=SystemConfig(tree=tree, node_budget=16),
     )
-    fns, carry = running._base, running._fresh_carry()
+    fns, carry = running._base, running.fresh_carry()
     with counted() as calls:
-      jax.eval_shape(fns.step, running._params, carry, running._request(GREEDY))
+      jax.eval_shape(fns.step, running._params, carry, running.request(GREEDY))
     expected = dict.fromkeys(FUNCTIONS, 0)
     expected["tree_growth"] = int(implementation == "interpret")
     self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)

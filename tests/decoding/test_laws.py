@@ -173,7 +173,7 @@ def sample(
     acceptance=acceptance,
     features=sampling_lib.Features.of(sampling),
   )
-  request = engine._request(sampling)
+  request = engine.request(sampling)
 
   @jax.jit
   @jax.vmap

@@ -106,7 +106,7 @@ class WiderTreesTest(kit.Float64TestCase):
           engine.set_limits(nodes=budget)
           # The step donates its carry.
           copy = jax.tree.map(jnp.copy, carry)
-          _, out = step(engine._params, copy, engine._request(GREEDY))
+          _, out = step(engine._params, copy, engine.request(GREEDY))
           self.assertLess(int(out.drafted), budget)
           accepted.append(int(out.accepted))
           emitted.append(out.tokens[: int(out.count)].tolist())
@@ -254,10 +254,10 @@ class HealthTest(parameterized.TestCase):
         return logits(model, hidden).at[row].set(jnp.nan)
 
       with mock.patch.object(Target, "logits", spoilt):
-        _, out = fns.step(engine._params, carry, engine._request(GREEDY))
+        _, out = fns.step(engine._params, carry, engine.request(GREEDY))
       return out.healthy, out.drafted
 
-    carry = engine._fresh_carry()
+    carry = engine.fresh_carry()
     carry = dataclasses.replace(
       carry,
       drafter=drafter.scripted(carry.drafter),
@@ -345,8 +345,8 @@ def test_sixteen_nodes_of_a_drafter_with_sixteen_slots():
       _, out = jax.eval_shape(
         engine._base.step,
         engine._params,
-        engine._fresh_carry(),
-        engine._request(GREEDY),
+        engine.fresh_carry(),
+        engine.request(GREEDY),
       )
     assert sizes == [rows] and out.tokens.shape == (rows,)
 
@@ -361,7 +361,7 @@ def test_rejection_is_for_chains():
   hot = dataclasses.replace(GREEDY, temperature=0.7)
   with pytest.raises(SpecPilotError, match="rejection .* is for chains"):
     engine.generate([1, 2], hot)
-  engine._request(GREEDY)
+  engine.request(GREEDY)
 
 
 def test_trees_need_a_drafter():

@@ -350,8 +350,8 @@ def _run(built, tmp_path_factory):
       told.update(plant=plant, tolerance=tolerance)
       return real(engine, store, arbiter, records, *args, **named)
 
-    real = benchmark._force
-    patch.setattr(benchmark, "_force", force)
+    real = benchmark.force
+    patch.setattr(benchmark, "force", force)
     status = tiny.run(
       f"--target={built / 'model'}",
       f"--prompts={folder / 'prompts.jsonl'}",

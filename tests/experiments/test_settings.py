@@ -25,10 +25,15 @@ def _here(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
 
 
-def read(*args: str) -> settings.Settings:
+def with_flags(function, *args: str):
+  """What a function makes of a command line's flags."""
   with flagsaver.flagsaver():
     flags.FLAGS(["main", *expand(*args)])
-    return main.read_settings()
+    return function()
+
+
+def read(*args: str) -> settings.Settings:
+  return with_flags(main.read_settings, *args)
 
 
 def shipped(name: str) -> settings.Settings:

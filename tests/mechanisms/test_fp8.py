@@ -150,8 +150,8 @@ class ModelTest(parameterized.TestCase):
     )
     running = Engine(target, system=CODES, max_seq_len=64, prefill_chunk=8)
     fns, params = running._base, running._params
-    carry, tokens = running._fresh_carry(), jnp.zeros(8, jnp.int32)
-    request = running._request(SamplingParams())
+    carry, tokens = running.fresh_carry(), jnp.zeros(8, jnp.int32)
+    request = running.request(SamplingParams())
     counts = []
     with mock.patch.object(
       fp8_matmul, "_kernel", wraps=fp8_matmul._kernel

@@ -51,6 +51,16 @@ class RegistryTest(parameterized.TestCase):
       "verification=two_level,level_one_passes=2,view=scaled",
       SystemConfig(verification="two_level", level_one_passes=2, view="scaled"),
     ),
+    (
+      "shared_budget=on,shared_nodes=64,dynamic_draft=on,prompt_admission=on",
+      SystemConfig(
+        shared_budget="on",
+        shared_nodes=64,
+        dynamic_draft="on",
+        prompt_admission="on",
+      ),
+    ),
+    ("shared_budget=on,shared_nodes=load", SystemConfig(shared_budget="on")),
   )
   def test_parses(self, text, expected):
     system = registry.parse_options(text)
@@ -79,6 +89,12 @@ class RegistryTest(parameterized.TestCase):
     ("level_one_passes=0", "='0': expected a whole number from 1"),
     ("view=scaled", "view=scaled conflicts with verification=one_level"),
     ("verification=auto,level_one_passes=2", "=2 conflicts with .*=auto"),
+    ("shared_nodes=8", "shared_nodes=8 conflicts with shared_budget=off"),
+    ("shared_budget=yes", "shared_budget='yes': expected off.on"),
+    (
+      "dynamic_draft=on,verification=two_level",
+      "dynamic_draft=on requires verification=one_level",
+    ),
     ("verification=three", "expected one_level.two_level.auto"),
   )
   def test_refuses(self, text, message):
@@ -112,6 +128,20 @@ class RegistryTest(parameterized.TestCase):
   def test_changed(self):
     assert registry.changed(SystemConfig()) == {}
     assert registry.changed(SystemConfig(num_drafts=2)) == {"num_drafts": "2"}
+
+  def test_for_batches(self):
+    system = SystemConfig(tree="best_first", prompt_admission="on")
+    assert registry.needs_batch(system) == ["prompt_admission"]
+    assert registry.needs_batch(SystemConfig()) == []
+    for name in registry.OPTIONS:
+      settings: dict[str, Any] = {name: "on"}
+      try:
+        system = SystemConfig(**settings)
+      except SpecPilotError:
+        continue  # another domain
+      assert registry.needs_batch(system) == [name]
+      with self.assertRaisesRegex(SpecPilotError, f"{name}=on is for several"):
+        system.check_alone()
 
   def test_descriptions(self):
     for option in registry.OPTIONS.values():

@@ -1,0 +1,1 @@
+"""Loads of many requests: when they come, how they are served, figures."""

@@ -1,0 +1,556 @@
+"""The batch engine: many requests in slots, one executable per shape of a pass.
+
+It is a `scheduler.Model`: a scheduler says who is admitted, which chunk is read
+and who is stepped. The step is that of one request (`decoding.step`), see
+`batch.step`.
+
+Shapes: a pass is over a number of slots (`slot_buckets`) and, where it is
+packed, a number of rows that the host picks. Each pair, and each set of
+features that the sampling of its requests needs, is an executable; `warm_up`
+makes them all.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specpilot_jax import compilation
+from specpilot_jax import kernels as kernels_lib
+from specpilot_jax.configs import ONE_LEVEL, SystemConfig, is_integer
+from specpilot_jax.decoding import policy as policy_lib
+from specpilot_jax.decoding import sampling as sampling_lib
+from specpilot_jax.decoding.batch import step as batch_step
+from specpilot_jax.decoding.batch.records import (
+  ERROR,
+  Figures,
+  StepLimits,
+  Ticket,
+  rider_of,
+)
+from specpilot_jax.decoding.batch.scheduler import (
+  Chunk,
+  Emitted,
+  Request,
+  Scheduler,
+)
+from specpilot_jax.decoding.draft import Drafter
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.request import RequestOutput
+from specpilot_jax.decoding.sampling import Features, SamplingParams
+from specpilot_jax.decoding.transcript import StepResult, Transcript
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models.target import Target
+from specpilot_jax.tokenizer import Tokenizer
+
+
+class BatchEngine:
+  """Decodes requests in slots; see the module.
+
+  Args:
+    target, drafter, tokenizer, system, prefill_chunk, host_lag: see `Engine`.
+    max_seq_len: prompt plus output tokens of a request at most. Every slot has
+      rows for as many.
+    slots: requests at once at most.
+    slot_buckets: numbers of slots that passes are compiled for; the powers of
+      two up to `slots`, and it, by default. A pass over fewer slots than there
+      are copies their states to and from, keys and values among them; one over
+      all of them does not.
+    rider_chunk: tokens of a prompt that a step can take along; 0 for none.
+    allocate: who gets the rows of a pass; None where the limits of the requests
+      and of the steps fit.
+    clock: seconds, for the measurements of requests.
+
+  Raises:
+    SpecPilotError: a setting that does not fit the target or the drafter, or
+      that needs passes over one request alone.
+  """
+
+  def __init__(
+    self,
+    target: Target,
+    *,
+    drafter: Drafter | None = None,
+    tokenizer: Tokenizer | None = None,
+    system: SystemConfig | None = None,
+    slots: int = 8,
+    slot_buckets: Sequence[int] | None = None,
+    max_seq_len: int | None = None,
+    prefill_chunk: int = 64,
+    rider_chunk: int = 0,
+    allocate: batch_step.Allocate | None = None,
+    host_lag: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+  ):
+    system = SystemConfig() if system is None else system
+    if system.verification != ONE_LEVEL:
+      raise SpecPilotError(
+        f"verification={system.verification} decodes one request at a time; a"
+        f" batch takes verification={ONE_LEVEL}"
+      )
+    for name, value, least in (
+      ("slots", slots, 1), ("rider_chunk", rider_chunk, 0),
+    ):  # fmt: skip
+      if not is_integer(value) or value < least:
+        raise SpecPilotError(
+          f"{name} must be a whole number from {least}, got {value!r}"
+        )
+    if slot_buckets is None:
+      powers = [1 << i for i in range(slots.bit_length())]
+      slot_buckets = [*(n for n in powers if n < slots), slots]
+    buckets = sorted(set(slot_buckets))
+    if buckets[-1:] != [slots] or buckets[0] < 1:
+      raise SpecPilotError(
+        f"slot_buckets {list(slot_buckets)} must be from 1 to {slots}, the"
+        " slots, and end with them"
+      )
+    self._one = one = Engine(
+      target,
+      drafter=drafter,
+      tokenizer=tokenizer,
+      system=system,
+      max_seq_len=max_seq_len,
+      prefill_chunk=prefill_chunk,
+      host_lag=host_lag,
+    )
+    if rider_chunk == 1 or rider_chunk > one.capacity - one.max_seq_len:
+      raise SpecPilotError(
+        f"rider_chunk must be 0, or from 2 to"
+        f" {one.capacity - one.max_seq_len}, the prefill_chunk, got"
+        f" {rider_chunk}"
+      )
+    self.tokenizer = tokenizer
+    self.slots = slots
+    self.slot_buckets = tuple(buckets)
+    self.prefill_chunk = one.prefill_chunk
+    self.rider_chunk = rider_chunk
+    self._weights, self.kernels = target.weights, target.kernels
+    self._allocate = allocate
+    self._clock = clock
+    fns = batch_step.BatchFns(one.fns, allocate)
+    self._admit = jax.jit(fns.admit, donate_argnums=0)
+    self._prefill = jax.jit(fns.prefill, donate_argnums=1)
+    self._steps: dict[Features, Any] = {}
+    self._tickets: list[Ticket | None] = [None] * slots
+    # Steps that the host has not read: the output, and who was in it.
+    self._pending: deque[
+      tuple[batch_step.BatchOutput, list[tuple[int, int, Ticket]]]
+    ] = deque()
+    # `Slots`; None while a call has them.
+    self._slots: Any = self._fresh()
+
+  def _fresh(self) -> batch_step.Slots:
+    """Empty slots."""
+    one, vocab = self._one, self._one.config.vocab_size
+
+    def a_slot():
+      carry = dataclasses.replace(
+        one.fresh_carry(),
+        history=sampling_lib.History(
+          output=jnp.zeros((vocab,), jnp.int32),
+          prompt=jnp.zeros((vocab,), bool),
+        ),
+      )
+      return batch_step.Slots(
+        carry=carry,
+        request=self._settings(SamplingParams()),
+        sampled=jnp.zeros((), bool),
+        learned=self._allocate.fresh() if self._allocate else (),
+      )
+
+    return jax.tree.map(
+      lambda x: jnp.zeros((self.slots, *x.shape), x.dtype),
+      jax.eval_shape(a_slot),
+    )
+
+  def _taken(self) -> batch_step.Slots:
+    """The slots, for a call that they are donated to.
+
+    Whoever breaks off inside such a call, a Ctrl-C among them, takes the states
+    of all requests along.
+    """
+    slots, self._slots = self._slots, None
+    if slots is not None:
+      return slots
+    if len(self.free_slots) < self.slots:
+      raise SpecPilotError(
+        "an interrupted call has lost the states of all slots; abort them"
+      )
+    self._pending.clear()
+    return self._fresh()
+
+  def _settings(self, sampling: SamplingParams):
+    return dataclasses.replace(self._one.request(sampling), plan=())
+
+  @property
+  def max_seq_len(self) -> int:
+    """Prompt plus output tokens of a request at most."""
+    return self._one.max_seq_len
+
+  @property
+  def nodes(self) -> int:
+    """Places for nodes that a request has in a pass."""
+    return self._one.fns.policy.rows
+
+  @property
+  def kv_tokens(self) -> int:
+    """Tokens that all slots together have key and value rows for."""
+    return self.slots * self.max_seq_len
+
+  @property
+  def free_slots(self) -> tuple[int, ...]:
+    """Slots without a request."""
+    return tuple(i for i, t in enumerate(self._tickets) if t is None)
+
+  @property
+  def num_compilations(self) -> int:
+    """See `compilation.num_compilations`."""
+    return compilation.num_compilations()
+
+  def admit(self, slot: int, request: Request) -> None:
+    """Gives a free slot to a request; its prompt follows in chunks.
+
+    Args:
+      request: `payload` is its `SamplingParams`, greedy where there is none;
+        of both `max_tokens` the lower counts.
+
+    Raises:
+      SpecPilotError: a slot that is taken, ids out of range, a prompt without
+        room for output, settings that cannot be met. Nothing has happened then.
+    """
+    if self._tickets[slot] is not None:
+      raise SpecPilotError(f"slot {slot} has a request already")
+    sampling = request.payload or SamplingParams()
+    if not isinstance(sampling, SamplingParams):
+      raise SpecPilotError(
+        f"request {request.id}: payload must be SamplingParams, got"
+        f" {type(sampling).__name__}"
+      )
+    if sampling.stop and self.tokenizer is None:
+      raise SpecPilotError("stop strings need a tokenizer")
+    prompt = self._one.check_ids(request.prompt, f"prompt of {request.id}")
+    room = self.max_seq_len - prompt.size
+    if room < 1:
+      raise SpecPilotError(
+        f"prompt of {prompt.size} tokens leaves no room for output in a context"
+        f" of {self.max_seq_len}"
+      )
+    settings = self._settings(sampling)
+    padded = np.zeros(self._one.capacity, np.int32)
+    padded[: prompt.size] = prompt
+    self._slots = self._admit(
+      self._taken(),
+      np.int32(slot),
+      padded,
+      np.int32(prompt.size),
+      np.int32(min(sampling.max_tokens, request.max_tokens, room)),
+      settings,
+      np.bool_(sampling.temperature > 0),
+    )
+    self._tickets[slot] = Ticket(
+      request,
+      prompt,
+      Features.of(sampling),
+      Transcript(request.prompt, sampling, self.tokenizer, self._clock()),
+    )
+
+  def _reader(self, slot: int, chunk: Chunk, most: int) -> batch_step.Rider:
+    """A chunk of a slot's prompt, padded; the ticket has read it then."""
+    ticket = self._tickets[slot]
+    if ticket is None:
+      raise SpecPilotError(f"slot {slot} has no request to read a prompt of")
+    last = ticket.prompt.size - 1
+    if chunk.start != ticket.read or not 1 <= chunk.count <= min(
+      most, last - chunk.start
+    ):
+      raise SpecPilotError(
+        f"slot {slot} has read {ticket.read} of {last} tokens; a chunk of at"
+        f" most {most} must follow, got {chunk.count} from {chunk.start} on"
+      )
+    ticket.read += chunk.count
+    tokens = np.zeros(most, np.int32)
+    tokens[: chunk.count] = ticket.prompt[chunk.start : ticket.read]
+    return rider_of(slot, tokens, chunk.count)
+
+  def prefill(self, slot: int, chunk: Chunk) -> None:
+    """Commits a chunk of the prompt of the slot's request."""
+    rider = self._reader(slot, chunk, self.prefill_chunk)
+    self._slots = self._prefill(self._one.params, self._taken(), rider)
+
+  def abort(self, slot: int) -> None:
+    """Frees a slot, whatever its request is doing."""
+    self._tickets[slot] = None
+
+  def _step(self, features: Features) -> Any:
+    if features not in self._steps:
+      one = dataclasses.replace(self._one.fns, features=features)
+      fns = batch_step.BatchFns(one, self._allocate)
+      self._steps[features] = jax.jit(
+        fns.step, donate_argnums=1, static_argnames="rows"
+      )
+    return self._steps[features]
+
+  def step(
+    self,
+    slots: Sequence[int],
+    limits: StepLimits | None = None,
+    riders: Sequence[tuple[int, Chunk]] = (),
+  ) -> list[Emitted]:
+    """One pass over requests whose prompts are read.
+
+    With a host lag it returns what the step before did.
+
+    Args:
+      slots: that take part.
+      limits: what may be verified; None for what the system says.
+      riders: a chunk of another slot's prompt that the pass takes along.
+
+    Raises:
+      SpecPilotError: a slot without a request or with an unread prompt, more
+        rows than kernels take, limits that do not fit the rows.
+    """
+    limits = limits or StepLimits()
+    tickets = {slot: self._ready(slot) for slot in slots}
+    index = self._index(slots)
+    if len(riders) > 1 or (riders and not self.rider_chunk):
+      raise SpecPilotError(
+        f"a step takes {1 if self.rider_chunk else 0} chunks of prompts along,"
+        f" got {len(riders)}; see rider_chunk"
+      )
+    where = {slot: at for at, slot in enumerate(index.tolist())}
+    listed = np.zeros(index.size, bool)
+    listed[[where[slot] for slot in slots]] = True
+    rider = None
+    for slot, chunk in riders:
+      rider = self._reader(slot, chunk, self.rider_chunk)
+    out = self._run(
+      Features.union(ticket.features for ticket in tickets.values()),
+      index,
+      listed,
+      limits,
+      rider,
+    )
+    who = [(where[slot], slot, ticket) for slot, ticket in tickets.items()]
+    self._pending.append((out, who))
+    emitted = []
+    while len(self._pending) > self._one.host_lag:
+      emitted += self._read(*self._pending.popleft())
+    if len(self.free_slots) == self.slots:
+      self._pending.clear()  # steps behind the last one of the last request
+    return emitted
+
+  def _ready(self, slot: int) -> Ticket:
+    """The request of a slot that is to be stepped."""
+    ticket = self._tickets[slot]
+    if ticket is None or ticket.read < ticket.prompt.size - 1:
+      raise SpecPilotError(
+        f"slot {slot} is to be stepped, and has"
+        f" {'no request' if ticket is None else 'not read its prompt'}"
+      )
+    return ticket
+
+  def _index(self, slots: Sequence[int]) -> np.ndarray:
+    """The slots of a pass; `self.slots` where there is none."""
+    if len(set(slots)) != len(slots) or not slots:
+      raise SpecPilotError(f"a step is over slots, each once; got {slots}")
+    bucket = min(n for n in self.slot_buckets if n >= len(slots))
+    if bucket == self.slots:
+      return np.arange(self.slots, dtype=np.int32)
+    index = np.full(bucket, self.slots, np.int32)
+    index[: len(slots)] = slots
+    return index
+
+  def _run(self, features, index, listed, limits: StepLimits, rider):
+    """Hands a step to the device."""
+    bucket = index.size
+    given = self._limits(index, limits)
+    rows = limits.rows
+    if rows is not None:
+      if not is_integer(rows) or rows < bucket:
+        raise SpecPilotError(
+          f"rows={rows!r} of a pass over {bucket} slots, expected one for each"
+        )
+      if rows >= bucket * self.nodes:
+        rows = None  # there is room for all
+      elif self._allocate is None and given.nodes[listed].sum() > rows:
+        raise SpecPilotError(
+          f"limits of {given.nodes[listed].sum()} nodes in all for {rows} rows;"
+          " without an allocation they must fit"
+        )
+    in_all = bucket * self.nodes if rows is None else rows
+    if rider is not None:
+      in_all += self.rider_chunk
+    kernels_lib.check_rows(self.kernels, in_all, self._weights)
+    self._slots, out = self._step(features)(
+      self._one.params,
+      self._taken(),
+      None if bucket == self.slots else index,
+      listed,
+      given,
+      limits.plan,
+      rider,
+      rows=rows,
+    )
+    return out
+
+  def _limits(self, index, limits: StepLimits) -> policy_lib.Limits:
+    most = {"nodes": self.nodes, "depth": self._one.fns.policy.path - 1}
+    chosen: dict[str, Any] = {}
+    for name, least in (("nodes", 1), ("depth", 0)):
+      own = np.full(index.size, most[name], np.int32)
+      given = getattr(limits, name)
+      if given is not None:
+        given = np.asarray(given)
+        if given.shape != (self.slots,) or (given < least).any():
+          raise SpecPilotError(
+            f"{name} of a step must be {self.slots} numbers from {least} on,"
+            f" one for each slot, got {given.tolist()}"
+          )
+        there = index < self.slots
+        own[there] = np.minimum(own[there], given[index[there]])
+      chosen[name] = own
+    return policy_lib.Limits(**chosen)
+
+  def _read(self, out, who: list[tuple[int, int, Ticket]]) -> list[Emitted]:
+    """What a step did for requests that are still there."""
+    out = jax.device_get(out)
+    now = self._clock()
+    emitted = []
+    for at, slot, ticket in who:
+      if self._tickets[slot] is not ticket or not out.live[at]:
+        continue  # it has ended meanwhile
+      step = jax.tree.map(lambda x, at=at: x[at], out.step)
+      scores = None if out.scores is None else out.scores[at]
+      if not step.healthy:
+        self._tickets[slot] = None
+        dtype = self._one.dtype
+        figures = Figures(
+          dataclasses.replace(StepResult.of(step), tokens=()),
+          scores=scores,
+          error=f"{self._one.config.name}: logits turned NaN in {dtype}",
+        )
+        emitted.append(
+          Emitted(slot, ticket.request, finish=ERROR, figures=figures)
+        )
+        continue
+      result = StepResult.of(step)
+      chunk = ticket.transcript.push(result, now)
+      if chunk.output is not None:
+        self._tickets[slot] = None
+      emitted.append(
+        Emitted(
+          slot,
+          ticket.request,
+          chunk.token_ids,
+          chunk.output.finish_reason if chunk.output else None,
+          Figures(result, chunk.text, scores, chunk.output),
+        )
+      )
+    return emitted
+
+  def warm_up(
+    self,
+    sampling: Iterable[SamplingParams] = (SamplingParams(),),
+    *,
+    rows: Callable[[int], Iterable[int | None]] = lambda slots: (None,),
+    plan: Any = (),
+  ) -> None:
+    """Compiles all that requests with such settings need, however they meet.
+
+    Args:
+      sampling: a request of every kind.
+      rows: that steps over so many slots will have, see `StepLimits`.
+      plan: an allocation's, of the shapes that steps will have.
+
+    Raises:
+      SpecPilotError: rows that no pass has room in; requests in the slots.
+    """
+    if len(self.free_slots) < self.slots or self._pending:
+      raise SpecPilotError("warm-up is for an engine without requests")
+    self.admit(0, Request(id="warm-up", prompt=[0, 0], max_tokens=1))
+    self.prefill(0, Chunk(0, 1))
+    kinds = {Features.of(s) for s in sampling}
+    unions = {
+      Features.union(some)
+      for n in range(1, len(kinds) + 1)
+      for some in itertools.combinations(sorted(kinds, key=str), n)
+    }
+    nobody = rider_of(0, np.zeros(self.rider_chunk, np.int32), 0)
+    riders = (None, nobody) if self.rider_chunk else (None,)
+    for features, bucket in itertools.product(unions, self.slot_buckets):
+      index = self._index(range(bucket))
+      listed = np.zeros(index.size, bool)
+      for few, rider in itertools.product(rows(bucket), riders):
+        limits = StepLimits(
+          nodes=np.ones(self.slots, np.int32), rows=few, plan=plan
+        )
+        self._run(features, index, listed, limits, rider)
+    self.abort(0)
+    self.wait()
+
+  def wait(self) -> None:
+    """Returns once the device has done all that it was given."""
+    jax.block_until_ready(self._slots)
+
+  def generate(
+    self,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    plan: Callable[[Any], StepLimits | None] = lambda load: None,
+  ) -> list[RequestOutput]:
+    """Decodes prompts, as many at once as there are slots.
+
+    Args:
+      sampling: of all prompts, or of each.
+      plan: see `Scheduler`.
+
+    Returns:
+      An output per prompt, in their order.
+
+    Raises:
+      SpecPilotError: a request that cannot be decoded, or whose logits turned
+        NaN.
+    """
+    if not isinstance(sampling, Sequence):
+      sampling = [sampling or SamplingParams()] * len(prompts)
+    scheduler = self.scheduler(plan=plan)
+    for i, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
+      room = max(self.max_seq_len - len(prompt), 1)
+      scheduler.submit(
+        Request(
+          id=str(i),
+          prompt=prompt,
+          max_tokens=min(own.max_tokens, room),
+          payload=own,
+        )
+      )
+    outputs: dict[str, RequestOutput] = {}
+    while scheduler.busy or scheduler.next_arrival_s is not None:
+      for update in scheduler.advance(0.0):
+        if update.finish == ERROR:
+          raise SpecPilotError(update.figures.error)
+        if update.finish is not None:
+          outputs[update.request.id] = update.figures.output
+    return [outputs[str(i)] for i in range(len(prompts))]
+
+  def scheduler(self, **settings: Any) -> Scheduler:
+    """A scheduler that drives this engine.
+
+    Args:
+      settings: `plan` and `ride` of `Scheduler`.
+    """
+    return Scheduler(
+      self,
+      slots=self.slots,
+      kv_tokens=self.kv_tokens,
+      page_tokens=self.max_seq_len,  # a slot
+      chunk=self.prefill_chunk,
+      **settings,
+    )

@@ -1,0 +1,151 @@
+"""Step times of a batch engine, measured on the engine itself.
+
+What a pass costs depends on its shape alone: on the slots and rows that it was
+compiled for, and on whether a prompt rides in it. So a few steps of requests
+that say nothing are timed, for each shape that a policy chooses from.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from specpilot_jax.decoding.batch.engine import BatchEngine, StepLimits
+from specpilot_jax.decoding.batch.scheduler import Chunk, Request
+from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms.step_costs import StepCosts
+
+_TIMED_STEPS, _TIMED_ROUNDS = 4, 3
+_CALLS = 1 + _TIMED_STEPS * _TIMED_ROUNDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+  """Step times of an engine in microseconds, by the slots of a pass.
+
+  The shortest of several rounds each.
+
+  Attributes:
+    steps: by rows.
+    ridden: the same with a chunk of a prompt; empty where none rides.
+    prefill_us: of a chunk's own pass.
+  """
+
+  steps: Mapping[int, StepCosts]
+  ridden: Mapping[int, StepCosts]
+  prefill_us: float
+
+  def told(self) -> dict[str, Any]:
+    """For a record."""
+
+    def table(costs: Mapping[int, StepCosts]):
+      return {
+        str(slots): dict(zip(map(str, c.nodes), c.values, strict=True))
+        for slots, c in costs.items()
+      }
+
+    return {
+      "step_us": table(self.steps),
+      "step_with_prompt_us": table(self.ridden),
+      "prefill_us": self.prefill_us,
+    }
+
+
+def measure(
+  engine: BatchEngine,
+  rows_of: Callable[[int], Iterable[int | None]],
+  plan: Any,
+  sampling: SamplingParams,
+) -> Profile:
+  """Times an engine's passes, all shapes; what is in them does not matter.
+
+  Args:
+    engine: compiled, without requests.
+    rows_of: rows of the passes over so many slots.
+    plan: of its allocation.
+    sampling: of the requests that are timed.
+  """
+  steps: dict[int, StepCosts] = {}
+  ridden: dict[int, StepCosts] = {}
+  for slots in engine.slot_buckets:
+    whole = slots * engine.nodes
+    found = {False: {}, True: {}}
+    rides = engine.rider_chunk > 0 and engine.slots > 1
+    for rows in rows_of(slots):
+      limits = StepLimits(
+        nodes=np.ones(engine.slots, np.int32), rows=rows, plan=plan
+      )
+      for rider in (False, True) if rides else (False,):
+        found[rider][rows or whole] = _step_us(
+          engine, slots, limits, sampling, rider
+        )
+    for table, us in ((steps, found[False]), (ridden, found[True])):
+      if us:
+        table[slots] = StepCosts(tuple(us), tuple(us.values()))
+  return Profile(steps, ridden, _prefill_us(engine, sampling))
+
+
+def _timed(engine: BatchEngine, call: Callable[[int], Any], at: int) -> float:
+  """Microseconds of a call, of several in a row."""
+  engine.wait()
+  before = time.perf_counter()
+  for i in range(_TIMED_STEPS):
+    call(at + i)
+  engine.wait()
+  return 1e6 * (time.perf_counter() - before) / _TIMED_STEPS
+
+
+def _rounds(engine: BatchEngine, call: Callable[[int], Any]) -> float:
+  call(0)
+  # What disturbs a machine makes steps longer, never shorter.
+  return min(
+    _timed(engine, call, 1 + i * _TIMED_STEPS) for i in range(_TIMED_ROUNDS)
+  )
+
+
+def _admit(engine, slot: int, sampling, prompt: int, tokens: int) -> None:
+  if prompt + tokens > engine.max_seq_len:
+    raise SpecPilotError(
+      f"max_seq_len {engine.max_seq_len} is too short to time steps, which"
+      f" takes {prompt + tokens}"
+    )
+  own = dataclasses.replace(
+    sampling, max_tokens=tokens, ignore_eos=True, stop=(), stop_token_ids=()
+  )
+  engine.admit(
+    slot,
+    Request(
+      id=f"timed-{slot}", prompt=[0] * prompt, max_tokens=tokens, payload=own
+    ),
+  )
+
+
+def _step_us(engine, slots, limits, sampling, rider: bool) -> float:
+  # One of the slots has the prompt that rides.
+  reader = min(slots, engine.slots - 1) if rider else None
+  stepped = [s for s in range(slots) if s != reader]
+  try:
+    for slot in stepped:
+      _admit(engine, slot, sampling, 1, _CALLS + 1)
+    if reader is not None:
+      _admit(engine, reader, sampling, _CALLS + 1, 1)
+
+    def call(i: int) -> None:
+      riders = () if reader is None else ((reader, Chunk(i, 1)),)
+      engine.step(stepped, limits, riders)
+
+    return _rounds(engine, call)
+  finally:
+    for slot in range(engine.slots):
+      engine.abort(slot)
+
+
+def _prefill_us(engine, sampling) -> float:
+  try:
+    _admit(engine, 0, sampling, _CALLS + 1, 1)
+    return _rounds(engine, lambda i: engine.prefill(0, Chunk(i, 1)))
+  finally:
+    engine.abort(0)
