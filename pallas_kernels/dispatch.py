@@ -32,10 +32,10 @@ def is_kernel(implementation: str) -> bool:
 class Kernels:
   """The implementation of every operation that has a kernel.
 
-  Passes over a run of prompt, scoring among them, take the references:
-  products with weights bound them, and scores of a kernel's outputs come from
-  the definition. `fp8_matmul` alone is in prompts too, whose products it is
-  faster at; scores are the reference's.
+  Passes over a run of prompt take the references, as products with weights
+  bound them, but for those products: `fp8_matmul` and `w12_matmul`, the latter
+  up to the rows that it takes. Scores of a kernel's outputs come from the
+  definition, products too.
 
   Attributes:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import dispatch, gdn_verify, w12_matmul
+from pallas_kernels import dispatch, gdn_verify, w12_hopper, w12_matmul
 from pallas_kernels.dispatch import ALTERNATIVES, IMPLEMENTATIONS, Kernels
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.errors import SpecPilotError
@@ -158,22 +158,23 @@ def check_passes(
     raise SpecPilotError(
       f"kernel w12_matmul takes bfloat16, not {dtype}; take its reference"
     )
-  if packed and nodes > w12_matmul.MAX_ROWS:
+  most = w12_rows(kernels)
+  if packed and nodes > most:
     raise SpecPilotError(
-      f"kernel w12_matmul takes at most {w12_matmul.MAX_ROWS} rows, a pass has"
-      f" {nodes} nodes"
-    )
-  if packed and prefill_chunk <= w12_matmul.MAX_ROWS:
-    raise SpecPilotError(
-      f"prefill_chunk must be above {w12_matmul.MAX_ROWS} with the kernel"
-      " w12_matmul, which takes up to so many rows: prompts and scores are"
-      " computed with the reference"
+      f"kernel w12_matmul takes at most {most} rows, a pass has {nodes} nodes"
     )
   if kernels != dispatch.REFERENCE and prefill_chunk == 1:
     raise SpecPilotError(
       "prefill_chunk must be at least 2 with kernels other than the"
       " references, which compute prompts and scores"
     )
+
+
+def w12_rows(kernels: Kernels) -> int:
+  """Rows that the chosen kernel for large matrices in W12 takes."""
+  if kernels.w12_matmul == "mosaic":
+    return w12_hopper.MAX_ROWS
+  return w12_matmul.MAX_ROWS
 
 
 def check_rows(kernels: Kernels, rows: int, weights: str) -> None:
@@ -188,11 +189,12 @@ def check_rows(kernels: Kernels, rows: int, weights: str) -> None:
       decode the matrix for every pass, and be slower than without W12.
   """
   packed = kernels.w12_matmul != "reference" and weights == "w12"
-  if packed and rows > w12_matmul.MAX_ROWS:
+  most = w12_rows(kernels)
+  if packed and rows > most:
     raise SpecPilotError(
-      f"kernel w12_matmul takes at most {w12_matmul.MAX_ROWS} rows, a pass over"
-      f" several requests has {rows}; take fewer slots, a packed pass of fewer"
-      " rows, or weights=bf16"
+      f"kernel w12_matmul takes at most {most} rows, a pass over several"
+      f" requests has {rows}; take fewer slots, a packed pass of fewer rows, or"
+      " weights=bf16"
     )
 
 

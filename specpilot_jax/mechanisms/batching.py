@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import w12_matmul
 from pallas_kernels.dispatch import Kernels
 from specpilot_jax import configs
+from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import ON, SystemConfig
 from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.decoding.batch.engine import BatchEngine, StepLimits
@@ -181,7 +181,7 @@ def engine(
 
 
 def _few_rows(system: SystemConfig, kernels: Kernels) -> bool:
-  """Whether passes are limited to `w12_matmul.MAX_ROWS`."""
+  """Whether passes are limited to `kernels.w12_rows`."""
   return system.weights == "w12" and kernels.w12_matmul != "reference"
 
 
@@ -212,7 +212,8 @@ class BatchPolicy:
     self._rides = engine.rider_chunk > 0 and engine.slots > 1
     self._most_rows: int | None = None
     if _few_rows(system, engine.kernels):
-      self._most_rows = w12_matmul.MAX_ROWS - engine.rider_chunk
+      most = kernels_lib.w12_rows(engine.kernels)
+      self._most_rows = most - engine.rider_chunk
     places = engine.nodes - 1
     # Sums over steps: how many, what the best n drafts were expected to add,
     # and what all verified ones were expected to and did.

@@ -64,6 +64,7 @@ def matmul(
   w12: W12Implementation = "reference",
   view: str | None = None,
   fp8: Implementation = "reference",
+  definition: bool = False,
 ) -> Float[Array, "N O"]:
   """x W^T with accumulation in at least float32: every weight is read here.
 
@@ -75,10 +76,13 @@ def matmul(
     view: one of `VIEWS`: the product with that view of a weight in W12, and
       with no bit of the rest of it. Other weights have none.
     fp8: implementation for weights in FP8, of any number of rows.
+    definition: whether to take no kernel's product: W12 is decoded first, FP8
+      is multiplied by its reference.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
   if isinstance(weight, FP8Array):
+    fp8 = "reference" if definition else fp8
     out = fp8_matmul.matmul(x, weight, out_dtype=out_dtype, implementation=fp8)
     if not weight.rest.shape[0]:
       return out
@@ -96,7 +100,8 @@ def matmul(
     )
     return out * VIEW_GAIN if view == SCALED else out
   if isinstance(weight, W12Array):
-    if w12 != "reference" and n <= w12_matmul.MAX_ROWS:
+    few = n <= w12_matmul.max_rows(w12, weight)
+    if w12 != "reference" and few and not definition:
       return few_rows(out_dtype, w12)(x, weight)
     weight = w12_decode.decode(weight, implementation=w12).astype(x.dtype)
   if n == 1 and _sums_rows(x, weight):
@@ -200,13 +205,21 @@ class Linear(nnx.Module):
   ):
     self.w12, self.fp8 = w12, fp8
     self.view: str | None = None  # see `read_view`
+    self.definition = False  # see `by_definition`
     self.weight = nnx.Param(
       _INIT(rngs.params(), (out_features, in_features), dtype)
     )
 
   def __call__(self, x: Float[Array, "N I"]) -> Float[Array, "N O"]:
     weight = self.weight.get_value()
-    return matmul(x, weight, w12=self.w12, view=self.view, fp8=self.fp8)
+    return matmul(
+      x,
+      weight,
+      w12=self.w12,
+      view=self.view,
+      fp8=self.fp8,
+      definition=self.definition,
+    )
 
 
 class Embedding(nnx.Module):
@@ -222,6 +235,7 @@ class Embedding(nnx.Module):
   ):
     self.w12 = w12
     self.view: str | None = None  # see `read_view`; rows are read as they are
+    self.definition = False  # see `by_definition`
     self.dtype = jnp.dtype(dtype)
     self.weight = nnx.Param(_INIT(rngs.params(), (vocab_size, features), dtype))
 
@@ -231,7 +245,14 @@ class Embedding(nnx.Module):
 
   def attend(self, x: Float[Array, "N D"], out_dtype) -> Float[Array, "N V"]:
     """Logits of a tied head."""
-    return matmul(x, self.weight.get_value(), out_dtype, self.w12, self.view)
+    return matmul(
+      x,
+      self.weight.get_value(),
+      out_dtype,
+      self.w12,
+      self.view,
+      definition=self.definition,
+    )
 
 
 def read_view[M: nnx.Module](module: M, view: str) -> M:
@@ -253,13 +274,13 @@ def read_view[M: nnx.Module](module: M, view: str) -> M:
 
 
 def by_definition[M: nnx.Module](module: M) -> M:
-  """The module, its products with FP8 weights those of the reference.
+  """The module, none of its products a kernel's.
 
-  Their kernel takes prompts too, so what judges its outputs has to be told.
+  Kernels take prompts too, so what judges their outputs has to be told.
   """
   for _, part in nnx.iter_modules(module):
-    if isinstance(part, Linear):
-      part.fp8 = "reference"
+    if isinstance(part, Linear | Embedding):
+      part.definition = True
   return module
 
 

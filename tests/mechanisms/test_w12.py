@@ -1,6 +1,7 @@
 """Weights in W12: the same model, in engines too."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from flax import nnx
 
+from pallas_kernels import w12_matmul
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax import footprint, loading
@@ -80,6 +82,16 @@ class EngineTest(kit.Float64TestCase):
     self.assertEqual(
       tokens(target, PACKED), tokens(model.target, SystemConfig())
     )
+
+
+def wide():
+  """A hybrid whose matrices the kernel takes."""
+  return kit.hybrid(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=64,
+    layer_types=(GDN, ATTENTION),
+  )
 
 
 class ModelTest(parameterized.TestCase):
@@ -161,12 +173,7 @@ class ModelTest(parameterized.TestCase):
 
   def test_kernels_interpreted(self):
     """The kernels in every product, of one row and of a run of prompt."""
-    config = kit.hybrid(
-      vocab_size=64,
-      hidden_size=64,
-      intermediate_size=64,
-      layer_types=(GDN, ATTENTION),
-    )
+    config = wide()
     params = bfloat16_values(config)
 
     def tokens(kernels):
@@ -179,19 +186,33 @@ class ModelTest(parameterized.TestCase):
     self.assertEqual(tokens(Kernels(w12_matmul="interpret")), tokens(Kernels()))
 
   def test_scores_are_the_references(self):
-    config = kit.hybrid()
+    config = wide()
     target = target_lib.build(
       config,
       bfloat16_values(config),
       "bfloat16",
       Kernels(w12_matmul="interpret"),
     )
-    Engine(target, max_seq_len=256, prefill_chunk=64)
     target, _ = registry.prepare(PACKED, target, None)
-    settings = {"system": PACKED, "max_seq_len": 256}
-    Engine(target, prefill_chunk=65, **settings)
-    with self.assertRaisesRegex(SpecPilotError, "prefill_chunk must be above"):
-      Engine(target, prefill_chunk=64, **settings)
+    running = Engine(target, system=PACKED, max_seq_len=64, prefill_chunk=8)
+    fns, params = running._base, running._params
+    carry, tokens = running.fresh_carry(), jnp.zeros(8, jnp.int32)
+    request = running.request(SamplingParams())
+    counts = []
+    with mock.patch.object(
+      w12_matmul, "_matmul_kernel", wraps=w12_matmul._matmul_kernel
+    ) as kernel:
+      for function, arguments in (
+        (fns.prefill, (tokens, jnp.int32(8))),
+        (fns.step, (request,)),
+        (fns.score, (request, tokens, tokens, jnp.int32(8), 0.0)),
+      ):
+        jax.eval_shape(function, params, carry, *arguments)
+        counts.append(kernel.call_count)
+    prompt, step, score = np.diff([0, *counts])
+    self.assertEqual(prompt, 4 * config.num_layers)
+    self.assertGreaterEqual(step, prompt)
+    self.assertEqual(score, 0)
 
   def test_values_that_bfloat16_does_not_hold(self):
     config = kit.hybrid()
