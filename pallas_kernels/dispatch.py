@@ -75,15 +75,29 @@ _SHARED_MEMORY = {"H100": 227 << 10, "H200": 227 << 10}
 _LEAST_SHARED_MEMORY = 99 << 10
 
 
+def _device():
+  """What is compiled for: the abstract device of the mesh in use, else the
+  first device."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh.abstract_device or jax.devices()[0]
+
+
+def multiprocessors(unknown: int) -> int:
+  """Of the GPU that is compiled for; `unknown` for what has none."""
+  device = _device()
+  for name in ("num_cores", "core_count"):
+    if count := getattr(device, name, None):
+      return count
+  return unknown
+
+
 def shared_memory() -> int:
   """Bytes of shared memory that a program may have (CUDA Programming Guide).
 
-  Of the GPU that is compiled for: the abstract device of the mesh in use, else
-  the first device. Those that are not known may have as little as a GPU of
-  compute capability 12, an RTX PRO 6000.
+  Of the GPU that is compiled for. Those that are not known may have as little
+  as a GPU of compute capability 12, an RTX PRO 6000.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  device = mesh.abstract_device or jax.devices()[0]
+  device = _device()
   for name, size in _SHARED_MEMORY.items():
     if name in device.device_kind:
       return size

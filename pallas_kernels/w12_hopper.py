@@ -23,12 +23,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import Array, Float
 
-from pallas_kernels import w12_array, w12_parts, w12_unpack
+from pallas_kernels import dispatch, w12_array, w12_parts, w12_unpack
 from pallas_kernels.w12_array import TILE, W12Array
 from pallas_kernels.w12_parts import Shares, rows_of
 
 PROGRAMS = 132
-"""Multiprocessors of an H100 or H200."""
+"""Multiprocessors of an H100 or H200; some Hopper cards have fewer."""
 DECODERS = 2
 """Warp groups that decode; one more loads."""
 REGISTERS = {"decode": 224, "load": 56}
@@ -41,6 +41,8 @@ up to which their sums do."""
 SHARED_MEMORY = 224 << 10
 """Bytes of a program's ring and sums."""
 MOST_STAGES = 8
+ROUND = 16
+"""Rows of x that are written by columns at a time."""
 
 
 def takes(w: W12Array) -> bool:
@@ -72,7 +74,7 @@ def matmul(
   n = x.shape[0]
   if n > 8 and n % 8:  # TMA takes fewer than eight, or eights.
     x = jnp.pad(x, ((0, -n % 8), (0, 0)))
-  shares = Shares.of(w, TILE, PROGRAMS)
+  shares = Shares.of(w, TILE, min(PROGRAMS, dispatch.multiprocessors(PROGRAMS)))
   planes = [w.view01, w.view23] if view else [w.view01, w.view23, w.low]
   if expanded is not None:
     planes = list(expanded)
@@ -155,15 +157,15 @@ def meeting(padded: int) -> int:
 
 
 def stages_of(planes: int, padded: int, quarters: int) -> int:
-  """Stages of the ring, a multiple of `DECODERS`.
+  """Stages of the ring; where decoders take turns, a multiple of them.
 
-  A slot is one decoder's then where they take turns. It has to wait for it each
-  time that it is filled: whether it is, is told from the last time by a parity.
+  A slot is one decoder's then, which has to wait for it each time that it is
+  filled: whether it is, is told from the last time by a parity.
   """
   unit = (TILE * TILE * planes + TILE * padded) * 2
   sums = quarters * TILE * padded * 4
   most = min(MOST_STAGES, (SHARED_MEMORY - sums) // unit)
-  return most // DECODERS * DECODERS
+  return most // DECODERS * DECODERS if quarters else most
 
 
 def _program(
@@ -222,12 +224,19 @@ def _load(
 ):  # fmt: skip
   """Keeps the ring full, and writes some columns of x as rows meanwhile."""
   padded = x_ring.shape[1]
-  mine = (shares.steps - 1 - program) // shares.programs + 1
+  # Some rows of a column at a time: what waits for memory holds up the ring.
+  rounds = pl.cdiv(padded, ROUND)
+  mine = ((shares.steps - 1 - program) // shares.programs + 1) * rounds
 
   def column(i):
-    at = pl.ds((program + i * shares.programs) * TILE, TILE)
+    at = pl.ds((program + i // rounds * shares.programs) * TILE, TILE)
     for ref in columns_refs:
-      _transpose(x_ref.at[:, at], ref.at[at, :], interpret)
+      for part in range(rounds):
+        pl.when(lax.rem(i, rounds) == part)(
+          lambda part=part, ref=ref: _transpose(
+            x_ref.at[:, at], ref.at[at, :], part * ROUND, interpret
+          )
+        )
 
   def load(i, _):
     slot = lax.rem(i, stages)
@@ -328,44 +337,41 @@ def _write_sums(parts_ref, totals, part, at, group, sums, both):
     meet()  # Before the sums are overwritten.
 
 
-def _transpose(x_ref, out_ref, interpret: bool):
+def _transpose(x_ref, out_ref, first: int, interpret: bool):
   """Writes 64 columns of x as rows, by the threads of one warp group.
 
-  Rows behind the last are copies of it, which nothing is made of.
+  Args:
+    first: row of x; `ROUND` from it on are written. Those behind the last are
+      copies of it, which nothing is made of.
   """
+  n, padded = x_ref.shape[0], out_ref.shape[1]
   if interpret:
-    n, padded = x_ref.shape[0], out_ref.shape[1]
-    out_ref[...] = jnp.pad(x_ref[...], ((0, padded - n), (0, 0))).T
+    rows = jnp.minimum(jnp.arange(first, min(first + ROUND, padded)), n - 1)
+    out_ref[:, first : first + rows.size] = x_ref[...][rows].T
     return
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
   def copy(_, x_ref, out_ref):
-    """A thread has eight rows of a column at a time, or as many."""
+    """A thread has eight rows of a column."""
     index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-    n, padded = (
-      ir.MemRefType(ref.type).shape[i] for i, ref in ((0, x_ref), (1, out_ref))
-    )
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
     column = arith.index_cast(index, arith.remui(thread, mgpu.c(TILE, i32)))
     half = arith.index_cast(index, arith.divui(thread, mgpu.c(TILE, i32)))
     pair = ir.VectorType.get((8,), ir.BF16Type.get())
-    for first in range(0, padded, 16):
-      row = arith.addi(mgpu.c(first, index), arith.muli(half, mgpu.c(8, index)))
-      # Eight rows have one half of the threads; the other does the same.
-      row = arith.minui(row, mgpu.c(padded - 8, index))
-      values = [
-        memref.load(
-          x_ref,
-          [
-            arith.minui(
-              arith.addi(row, mgpu.c(i, index)), mgpu.c(n - 1, index)
-            ),
-            column,
-          ],
-        )
-        for i in range(8)
-      ]
-      vector.store(vector.from_elements(pair, values), out_ref, [column, row])
+    row = arith.addi(mgpu.c(first, index), arith.muli(half, mgpu.c(8, index)))
+    # Eight rows have one half of the threads; the other does the same.
+    row = arith.minui(row, mgpu.c(padded - 8, index))
+    values = [
+      memref.load(
+        x_ref,
+        [
+          arith.minui(arith.addi(row, mgpu.c(i, index)), mgpu.c(n - 1, index)),
+          column,
+        ],
+      )
+      for i in range(8)
+    ]
+    vector.store(vector.from_elements(pair, values), out_ref, [column, row])
 
   copy(x_ref, out_ref)
 

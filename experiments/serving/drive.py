@@ -9,8 +9,13 @@ from typing import Any, Protocol
 
 from experiments.metrics import MeasurementError
 from experiments.serving.arrivals import Level
-from specpilot_jax.decoding.batch.engine import ERROR, Figures
-from specpilot_jax.decoding.batch.scheduler import Request, Scheduler, Update
+from specpilot_jax.decoding.batch.engine import Figures
+from specpilot_jax.decoding.batch.scheduler import (
+  ERROR,
+  Request,
+  Scheduler,
+  Update,
+)
 from specpilot_jax.decoding.request import RequestOutput
 from specpilot_jax.decoding.sampling import SamplingParams
 

@@ -10,7 +10,8 @@ from absl.testing import parameterized
 
 from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.decoding.batch.engine import StepLimits
-from specpilot_jax.decoding.sampling import Features
+from specpilot_jax.decoding.batch.scheduler import ERROR, Request
+from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.packed import fit
 from tests.decoding import batch_kit, kit
@@ -210,6 +211,40 @@ class BatchTest(kit.Float64TestCase):
     for name in "012":
       run.abort(name)
     Run(engine, references).finished()
+
+  def test_interrupted_while_it_waits(self):
+    """What the device did is read the next time."""
+    run = Run(chains(), batch_kit.references(2))
+    for _ in range(4):
+      run.advance()
+    with mock.patch.object(jax, "device_get", side_effect=KeyboardInterrupt):
+      with self.assertRaises(KeyboardInterrupt):
+        run.advance()
+    run.finished()
+
+  def test_a_request_that_is_refused_ends_alone(self):
+    engine = chains()
+    (reference,) = batch_kit.references(1)
+    for name in ("good", "0", "1"):
+      engine.scripts[name] = dict(
+        mode="none", reference=reference.sequence, seed=0
+      )
+    scheduler = engine.scheduler()
+    for name, prompt in (("bad", [10**6]), ("good", [1, 2, 3])):
+      scheduler.submit(Request(id=name, prompt=prompt, max_tokens=4))
+    ends = {}
+    while scheduler.busy or scheduler.next_arrival_s is not None:
+      for update in scheduler.advance(0.0):
+        if update.finish is not None:
+          ends[update.request.id] = update
+    self.assertEqual(ends["bad"].finish, ERROR)
+    self.assertRegex(ends["bad"].figures.error, "token id 1000000")
+    self.assertEqual(ends["good"].finish, "length")
+    with self.assertRaisesRegex(SpecPilotError, "token id 1000000"):
+      engine.generate([[1, 2], [10**6]], SamplingParams(max_tokens=4))
+    self.assertLen(engine.free_slots, SLOTS)
+    (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    self.assertEqual(output.token_ids, ends["good"].figures.output.token_ids)
 
   def test_prompts_that_ride(self):
     """A chunk of one request's prompt in the verify pass of the others."""

@@ -81,12 +81,13 @@ class SharesTest(parameterized.TestCase):
     shares = w12_parts.Shares.of(w, w12_array.TILE, w12_hopper.PROGRAMS)
     self.assertEqual(shares.programs, w12_hopper.PROGRAMS)
 
-  @parameterized.product(planes=(2, 3, 8), padded=(8, 16, 32, 64))
+  @parameterized.product(planes=(2, 3, 8), padded=(8, 16, 32, 64, 128))
   def test_a_slot_is_one_decoders(self, planes, padded):
     quarters = w12_hopper.meeting(padded)
     stages = w12_hopper.stages_of(planes, padded, quarters)
     self.assertGreaterEqual(stages, 2)
-    self.assertEqual(stages % w12_hopper.DECODERS, 0)
+    if quarters:
+      self.assertEqual(stages % w12_hopper.DECODERS, 0)
 
 
 class LoweringTest(parameterized.TestCase):

@@ -28,13 +28,13 @@ from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.decoding.batch.records import (
-  ERROR,
   Figures,
   StepLimits,
   Ticket,
   rider_of,
 )
 from specpilot_jax.decoding.batch.scheduler import (
+  ERROR,
   Chunk,
   Emitted,
   Request,
@@ -286,6 +286,8 @@ class BatchEngine:
   def abort(self, slot: int) -> None:
     """Frees a slot, whatever its request is doing."""
     self._tickets[slot] = None
+    if len(self.free_slots) == self.slots:
+      self._pending.clear()  # of nobody any more
 
   def _step(self, features: Features) -> Any:
     if features not in self._steps:
@@ -340,7 +342,7 @@ class BatchEngine:
     self._pending.append((out, who))
     emitted = []
     while len(self._pending) > self._one.host_lag:
-      emitted += self._read(*self._pending.popleft())
+      emitted += self._read_next()
     if len(self.free_slots) == self.slots:
       self._pending.clear()  # steps behind the last one of the last request
     return emitted
@@ -417,9 +419,19 @@ class BatchEngine:
       chosen[name] = own
     return policy_lib.Limits(**chosen)
 
-  def _read(self, out, who: list[tuple[int, int, Ticket]]) -> list[Emitted]:
-    """What a step did for requests that are still there."""
-    out = jax.device_get(out)
+  def _read_next(self) -> list[Emitted]:
+    """What the oldest step did for requests that are still there.
+
+    Whoever breaks off while it waits, a Ctrl-C among them, loses nothing: the
+    step is read the next time. If the device failed, all states are lost.
+    """
+    out, who = self._pending[0]
+    try:
+      out = jax.device_get(out)
+    except Exception:
+      self._slots = None
+      raise
+    self._pending.popleft()
     now = self._clock()
     emitted = []
     for at, slot, ticket in who:
@@ -532,12 +544,16 @@ class BatchEngine:
         )
       )
     outputs: dict[str, RequestOutput] = {}
-    while scheduler.busy or scheduler.next_arrival_s is not None:
-      for update in scheduler.advance(0.0):
-        if update.finish == ERROR:
-          raise SpecPilotError(update.figures.error)
-        if update.finish is not None:
-          outputs[update.request.id] = update.figures.output
+    try:
+      while scheduler.busy or scheduler.next_arrival_s is not None:
+        for update in scheduler.advance(0.0):
+          if update.finish == ERROR:
+            raise SpecPilotError(update.figures.error)
+          if update.finish is not None:
+            outputs[update.request.id] = update.figures.output
+    finally:  # Whatever broke off, the slots are free again.
+      for slot in range(self.slots):
+        self.abort(slot)
     return [outputs[str(i)] for i in range(len(prompts))]
 
   def scheduler(self, **settings: Any) -> Scheduler:

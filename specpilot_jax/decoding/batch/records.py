@@ -12,9 +12,6 @@ from specpilot_jax.decoding.request import RequestOutput
 from specpilot_jax.decoding.sampling import Features
 from specpilot_jax.decoding.transcript import StepResult, Transcript
 
-ERROR = "error"
-"""Finish reason of a request whose logits turned NaN; its mates go on."""
-
 
 @dataclasses.dataclass(frozen=True)
 class StepLimits:

@@ -27,6 +27,9 @@ from typing import Any, Protocol
 
 from specpilot_jax.errors import SpecPilotError
 
+ERROR = "error"
+"""Finish of a request that cannot be decoded, or whose logits turned NaN."""
+
 ABORT = "abort"
 """Finish reason of a request that was taken back."""
 
@@ -84,7 +87,11 @@ class Model(Protocol):
   """What decodes: slots with a state each. Called in the scheduler's order."""
 
   def admit(self, slot: int, request: Request) -> None:
-    """Empties a free slot for a request; its prompt follows in chunks."""
+    """Empties a free slot for a request; its prompt follows in chunks.
+
+    Raises:
+      SpecPilotError: it cannot be decoded, and nothing has happened.
+    """
     ...
 
   def prefill(self, slot: int, chunk: Chunk) -> None:
@@ -142,6 +149,13 @@ class Update:
   tokens: tuple[int, ...] = ()
   finish: str | None = None
   figures: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+  """Why a request was not admitted."""
+
+  error: str
 
 
 @dataclasses.dataclass(slots=True)
@@ -346,7 +360,11 @@ class Scheduler:
     slot = heapq.heappop(self._free_slots)
     self._running[slot] = running = _Running(request, pages)
     self._slot_of[request.id] = slot
-    self._model.admit(slot, request)
+    try:
+      self._model.admit(slot, request)
+    except SpecPilotError as error:  # It alone ends; others go on.
+      self._release(slot)
+      return [Update(request, finish=ERROR, figures=Refused(str(error)))]
     if running.unread:
       self._prefilling = slot
     return [Update(request, admitted=True)]
