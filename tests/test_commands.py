@@ -83,14 +83,6 @@ def test_generate_is_the_same_with_and_without_drafts(tiny):
   assert by_ids["token_ids"] == drafted["token_ids"]
 
 
-def test_generate_in_w12():
-  args = ("--model=zoo", "--prompt=def mean(x):", "--max_tokens=12", "--json")
-  plain = last_json(run("specpilot_jax.generate", *args))
-  packed = last_json(run("specpilot_jax.generate", *args, "--set=weights=w12"))
-  assert packed["token_ids"] == plain["token_ids"]
-  assert packed["acceptance_length"] == plain["acceptance_length"]
-
-
 def test_generate_streams_the_text(tiny):
   args = (f"--model={tiny}", "--prompt=the mat", "--chat", "--max_tokens=24")
   shown = run("specpilot_jax.generate", *args)

@@ -70,8 +70,9 @@ class EngineTest(kit.Float64TestCase):
     jax.tree.map(np.testing.assert_array_equal, carry, packed_carry)
 
   def test_without_a_drafter(self):
-    model, _ = self.pair
-    target, drafter = registry.prepare(PACKED, model.target, None)
+    config = kit.hybrid()
+    plain = target_lib.build(config, bfloat16_values(config), "float64")
+    target, drafter = registry.prepare(PACKED, plain, None)
     self.assertIsNone(drafter)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -80,7 +81,7 @@ class EngineTest(kit.Float64TestCase):
       return engine.generate([5, 6, 7], sampling).token_ids
 
     self.assertEqual(
-      tokens(target, PACKED), tokens(model.target, SystemConfig())
+      tokens(target, PACKED), tokens(plain, SystemConfig())
     )
 
 
