@@ -80,9 +80,7 @@ class EngineTest(kit.Float64TestCase):
       engine = Engine(target, system=system, max_seq_len=64, prefill_chunk=16)
       return engine.generate([5, 6, 7], sampling).token_ids
 
-    self.assertEqual(
-      tokens(target, PACKED), tokens(plain, SystemConfig())
-    )
+    self.assertEqual(tokens(target, PACKED), tokens(plain, SystemConfig()))
 
 
 def wide():
