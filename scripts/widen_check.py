@@ -33,7 +33,9 @@ _DECODE = flags.DEFINE_boolean(
   True,
   "Decode token by token in float64 too, and not only along the zoo's tokens.",
 )
-
+_BFLOAT16 = flags.DEFINE_boolean(
+  "bfloat16", True, "Acceptance and token forcing in bfloat16 too."
+)
 _ACCEPTANCE = flags.DEFINE_float(
   "acceptance", 0.02, "Relative difference of acceptance at most."
 )
@@ -86,6 +88,9 @@ def main() -> None:
     logit_difference=exact.logits,
     acceptance=dataclasses.asdict(exact.acceptance),
   )
+  good = exact.forced and exact.decoded is not False
+  if not _BFLOAT16.value:
+    sys.exit(0 if good else 1)
   rounded = widen_check.in_bfloat16(
     _MODEL.value, _DRAFTER.value, prompts, exact.outputs
   )
@@ -98,12 +103,8 @@ def main() -> None:
   )
   verdict = forcing(rounded)
   tell("token_forcing", **verdict)
-  good = (
-    exact.forced
-    and exact.decoded is not False
-    and abs(relative) <= _ACCEPTANCE.value
-    and verdict["verdict"] == token_forcing.PASS
-  )
+  good &= abs(relative) <= _ACCEPTANCE.value
+  good &= verdict["verdict"] == token_forcing.PASS
   sys.exit(0 if good else 1)
 
 

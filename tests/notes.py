@@ -6,8 +6,15 @@ divergences. `conftest.py` prints them at the end.
 
 import os
 
+import pytest
+
 FULL = os.environ.get("SPECPILOT_FULL") == "1"
 """The full form of the tests: the same checks on more and longer requests."""
+
+in_full_form = pytest.mark.skipif(
+  not FULL, reason="part of the full form: SPECPILOT_FULL=1"
+)
+"""For tests of what cheaper ones check on smaller models or by parts."""
 
 lines: list[str] = []
 

@@ -17,6 +17,7 @@ from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.drafters import config as drafter_config
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from specpilot_jax.zoo import recipes
+from tests.notes import in_full_form
 
 BIG = configs.preset("Qwen3.8-27B")
 BIG_DRAFTER = drafter_config.PRESETS["Qwen3.8-27B"]
@@ -60,6 +61,7 @@ class NamesTest(parameterized.TestCase):
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(drafter.params)}
     self.assertEqual(dtypes, {jnp.dtype(jnp.bfloat16)})
 
+  @in_full_form
   def test_straight_into_w12(self):
     """Matrices are W12 from the start, and the same ones."""
     source = loading.open_target("widened:hybrid-1280")

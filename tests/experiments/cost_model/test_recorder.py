@@ -17,7 +17,7 @@ from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from tests.decoding import kit
-from tests.notes import FULL, note
+from tests.notes import FULL, in_full_form, note
 from tests.zoo.test_training import drafter_config
 
 PROMPTS = (
@@ -201,6 +201,7 @@ class TreesTest(kit.Float64TestCase):
     self.assertEqual(len(set(taus.values())), 4)
 
 
+@in_full_form
 def test_lattices_are_of_the_contexts_that_the_run_had():
   """In bfloat16, where passes of other rows leave taps rounded otherwise."""
   config = kit.hybrid(vocab_size=5)

@@ -24,6 +24,7 @@ from experiments.rounds.world import LabWorld, Sealed
 from specpilot_jax.errors import SpecPilotError
 from tests.experiments.rounds import deployment
 from tests.exploits import standin
+from tests.notes import in_full_form
 
 PASS = "    time.sleep(STEP_S)\n    tokens = []\n"
 FAST = standin.change(
@@ -67,6 +68,7 @@ def proposal(patch: bytes, **fields) -> Proposal:
   return Proposal(task="tau/open", patch=patch.decode(), **fields)
 
 
+@in_full_form
 def test_patches_through_every_gate(settings, tmp_path, monkeypatch):
   # The stand-in's long outputs are 40 tokens.
   monkeypatch.setattr("experiments.rounds.world.LATE", 30)
