@@ -218,28 +218,10 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       clock.lap("profile")
       peaks.note("profile")
     if settings.token_forcing:
-      arbiter = make_arbiter(settings, model, room, planned)
-      result["token_forcing"], notes = force(
-        Engine(
-          model.target,
-          tokenizer=model.tokenizer,
-          system=SystemConfig(weights=model.target.weights),
-          max_seq_len=room,
-          prefill_chunk=settings.prefill_chunk,
-        ),
-        store,
-        arbiter,
-        records,
-        settings,
-        folder,
-        clock,
-        keep=True,
-      )
-      result["notes"] += notes
-      if arbiter.made:
-        peaks.also("adjudication", sum(arbiter.needed.values()))
-      clock.lap("token_forcing")
-      peaks.note("token_forcing")
+      force_own(
+        settings, model, room, planned, store, records, result, folder, clock,
+        peaks,
+      )  # fmt: skip
     result["device_memory"] = peaks.told()
     result["notes"] += peaks.notes()
     return finish(folder, result, records, clock)
@@ -405,6 +387,28 @@ def make_arbiter(settings, model, room, planned) -> adjudication.Arbiter:
     prefill_chunk=settings.prefill_chunk,
     planned=sum(planned.values()),
   )
+
+
+def force_own(
+  settings, model, room, planned, store, records, result, folder, clock, peaks
+) -> None:
+  """Judges what this run decoded, into `result`."""
+  arbiter = make_arbiter(settings, model, room, planned)
+  engine = Engine(
+    model.target,
+    tokenizer=model.tokenizer,
+    system=SystemConfig(weights=model.target.weights),
+    max_seq_len=room,
+    prefill_chunk=settings.prefill_chunk,
+  )
+  result["token_forcing"], notes = force(
+    engine, store, arbiter, records, settings, folder, clock, keep=True
+  )
+  result["notes"] += notes
+  if arbiter.made:
+    peaks.also("adjudication", sum(arbiter.needed.values()))
+  clock.lap("token_forcing")
+  peaks.note("token_forcing")
 
 
 def force(

@@ -33,7 +33,6 @@ from experiments.serving.settings import LoadSettings
 from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
 from specpilot_jax.configs import ONE_LEVEL, SystemConfig
-from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import batching, registry
 from specpilot_jax.models import assembly
@@ -214,27 +213,12 @@ def run(settings: Settings, load: LoadSettings) -> int:
     result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
     result["notes"] = benchmark.notes_of(result, model)
     if settings.token_forcing:
-      arbiter = benchmark.make_arbiter(settings, model, room, planned)
-      result["token_forcing"], notes = benchmark.force(
-        Engine(
-          model.target,
-          tokenizer=model.tokenizer,
-          system=SystemConfig(weights=model.target.weights),
-          max_seq_len=room,
-          prefill_chunk=settings.prefill_chunk,
-        ),
-        store,
-        arbiter,
-        records,
-        settings,
-        folder,
-        clock,
-        keep=True,
-      )
-      result["notes"] += notes
-      clock.lap("token_forcing")
-      peaks.note("token_forcing")
+      benchmark.force_own(
+        settings, model, room, planned, store, records, result, folder, clock,
+        peaks,
+      )  # fmt: skip
     result["device_memory"] = peaks.told()
+    result["notes"] += peaks.notes()
     say()
     say(table(section.HEADER, section.rows(result["systems"])))
     return benchmark.finish(folder, result, records, clock)

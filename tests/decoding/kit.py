@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -532,3 +533,20 @@ def compare(
       "tokens", f"{len(tokens)} instead of {len(reference.tokens)}"
     )
   return done
+
+
+def kernel_calls(engine: Engine, module, name: str) -> list[int]:
+  """How often prefill, step and score of 8 tokens call a module's function."""
+  fns, carry = engine._base, engine.fresh_carry()
+  tokens, count = jnp.zeros(8, jnp.int32), jnp.int32(8)
+  request = engine.request(SamplingParams())
+  calls = []
+  for function, arguments in (
+    (fns.prefill, (tokens, count)),
+    (fns.step, (request,)),
+    (fns.score, (request, tokens, tokens, count, 0.0)),
+  ):
+    with mock.patch.object(module, name, wraps=getattr(module, name)) as kernel:
+      jax.eval_shape(function, engine._params, carry, *arguments)
+    calls.append(kernel.call_count)
+  return calls

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -148,23 +147,13 @@ class ModelTest(parameterized.TestCase):
       jnp.float32,
       Kernels(fp8_matmul="interpret"),
     )
-    running = Engine(target, system=CODES, max_seq_len=64, prefill_chunk=8)
-    fns, params = running._base, running._params
-    carry, tokens = running.fresh_carry(), jnp.zeros(8, jnp.int32)
-    request = running.request(SamplingParams())
-    counts = []
-    with mock.patch.object(
-      fp8_matmul, "_kernel", wraps=fp8_matmul._kernel
-    ) as kernel:
-      for function, arguments in (
-        (fns.prefill, (tokens, jnp.int32(8))),
-        (fns.step, (request,)),
-        (fns.score, (request, tokens, tokens, jnp.int32(8), 0.0)),
-      ):
-        jax.eval_shape(function, params, carry, *arguments)
-        counts.append(kernel.call_count)
+    calls = kit.kernel_calls(
+      Engine(target, system=CODES, max_seq_len=64, prefill_chunk=8),
+      fp8_matmul,
+      "_kernel",
+    )
     products = 4 * CONFIG.num_layers
-    self.assertEqual(counts, [products, 2 * products, 2 * products])
+    self.assertEqual(calls, [products, products, 0])
 
   def test_build_refuses(self):
     name = "layers.0.mlp.down.weight"

@@ -1,7 +1,6 @@
 """Weights in W12: the same model, in engines too."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -198,22 +197,11 @@ class ModelTest(parameterized.TestCase):
       Kernels(w12_matmul="interpret"),
     )
     target, _ = registry.prepare(PACKED, target, None)
-    running = Engine(target, system=PACKED, max_seq_len=64, prefill_chunk=8)
-    fns, params = running._base, running._params
-    carry, tokens = running.fresh_carry(), jnp.zeros(8, jnp.int32)
-    request = running.request(SamplingParams())
-    counts = []
-    with mock.patch.object(
-      w12_matmul, "_matmul_kernel", wraps=w12_matmul._matmul_kernel
-    ) as kernel:
-      for function, arguments in (
-        (fns.prefill, (tokens, jnp.int32(8))),
-        (fns.step, (request,)),
-        (fns.score, (request, tokens, tokens, jnp.int32(8), 0.0)),
-      ):
-        jax.eval_shape(function, params, carry, *arguments)
-        counts.append(kernel.call_count)
-    prompt, step, score = np.diff([0, *counts])
+    prompt, step, score = kit.kernel_calls(
+      Engine(target, system=PACKED, max_seq_len=64, prefill_chunk=8),
+      w12_matmul,
+      "_matmul_kernel",
+    )
     self.assertEqual(prompt, 4 * config.num_layers)
     self.assertGreaterEqual(step, prompt)
     self.assertEqual(score, 0)
