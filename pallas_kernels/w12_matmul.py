@@ -24,6 +24,7 @@ from pallas_kernels import (
   w12_array,
   w12_hopper,
   w12_parts,
+  w12_row,
   w12_unpack,
 )
 from pallas_kernels.w12_array import W12Array
@@ -108,6 +109,11 @@ def matmul(
       precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=out_dtype,
     )
+  if n == 1 and tile is None and w12_row.takes(w):
+    return w12_row.matmul(
+      x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded,
+      interpret=implementation == "interpret",
+    )  # fmt: skip
   if implementation == "mosaic" and w12_hopper.takes(w):
     return w12_hopper.matmul(
       x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded
@@ -119,6 +125,11 @@ def matmul(
   )
 
 
+# A model has hundreds of products of few shapes: each is traced once.
+@functools.partial(
+  jax.jit,
+  static_argnames=("out_dtype", "view", "implementation", "tile", "midpoint"),
+)
 def _matmul_kernel(
   x, w, out_dtype, view, implementation, tile, expanded, midpoint
 ):
@@ -230,7 +241,7 @@ def _stream_group(
       weights: list[Any] = [plane_refs[0][q, *at] for q in range(4)]
     else:
       loaded = [ref[at] for ref in plane_refs]
-      unpack = _unpack_assembly if assembly else w12_unpack.unpack
+      unpack = w12_unpack.in_assembly if assembly else w12_unpack.unpack
       weights = [unpack(q, *loaded, filled=filled) for q in range(4)]
     return [
       total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
@@ -280,16 +291,3 @@ def _store(out_ref, part, first, total, live):
     mask &= live[None, :]
   place = out_ref.at[part, row, first + jnp.arange(count)[None, :]]
   pltriton.store(place, total, mask=mask)
-
-
-def _unpack_assembly(q, *parts, filled=w12_array.MIDPOINT):
-  """`w12_unpack.unpack` for two lanes at a time."""
-  pair, low = parts[q // 2], parts[2:]
-  (out,) = pltriton.elementwise_inline_asm(
-    w12_unpack.assembly(q, bool(low), filled),
-    args=[pair, *low],
-    constraints=",".join(["=r"] + ["r"] * (1 + len(low))),
-    pack=2,
-    result_shape_dtypes=[jax.ShapeDtypeStruct(pair.shape, jnp.bfloat16)],
-  )
-  return out
