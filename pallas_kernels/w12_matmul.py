@@ -90,7 +90,8 @@ def matmul(
     view: multiplies the 8-bit view instead of the matrix.
     midpoint: of the view, see `w12_array.decode_view`.
     implementation: kernels take bfloat16 rows, `max_rows` at most. `mosaic` is
-      `w12_hopper`, and this kernel for matrices that it does not take.
+      `w12_hopper`, and this kernel for matrices that it does not take and for
+      one row of x. One row of a small matrix is `w12_row`'s in all of them.
     tile: of the kernel, instead of the one in the table.
     expanded: of the kernel, [4, T, K, h, w] bfloat16: what decoding is to
       yield in each quarter (2^(base - 113) times it is the weight). The same
@@ -109,12 +110,12 @@ def matmul(
       precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=out_dtype,
     )
-  if n == 1 and tile is None and w12_row.takes(w):
+  if n == 1 and tile is None and w12_row.pays(w):
     return w12_row.matmul(
       x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded,
       interpret=implementation == "interpret",
     )  # fmt: skip
-  if implementation == "mosaic" and w12_hopper.takes(w):
+  if implementation == "mosaic" and n > 1 and w12_hopper.takes(w):
     return w12_hopper.matmul(
       x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded
     )

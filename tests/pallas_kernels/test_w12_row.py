@@ -91,16 +91,16 @@ class LoweringTest(parameterized.TestCase):
   @parameterized.product(gpu=tuple(lowering.SERVERS), view=(False, True))
   def test_lowers_at_27b_shapes(self, gpu, view):
     # The last tile is not full.
-    w = w12_matrices.struct(16480, 5120)
+    w = w12_matrices.struct(14000, 5120)
     text = lowering.lower(
       functools.partial(w12_matmul.matmul, view=view, implementation="triton"),
       gpu,
       jax.ShapeDtypeStruct((1, w.shape[1]), jnp.bfloat16),
       w,
     )
-    self.assertIn("w12_view_row" if view else "w12_row", text)
-    self.assertNotIn("w12_finish", text)
-    self.assertIn("__gpu$xla.gpu.triton", text)
+    self.assertTrue(("w12_view_row" if view else "w12_row") in text)
+    self.assertFalse("w12_finish" in text)
+    self.assertTrue("__gpu$xla.gpu.triton" in text)
 
 
 if __name__ == "__main__":
