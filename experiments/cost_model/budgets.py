@@ -41,8 +41,16 @@ def policy_of(system: SystemConfig, slots: int) -> tuple[Policy, replay.Policy]:
   pass.
 
   Raises:
-    SpecPilotError: a limit beyond the drafter's slots.
+    SpecPilotError: a limit beyond the drafter's slots; levels that replay does
+      not follow.
   """
+  one = system.verification == configs.ONE_LEVEL
+  if not one and not two_level.follows(system):
+    raise SpecPilotError(
+      f"replay follows two levels with one pass of the {configs.VIEWS[0]} view"
+      f" in every step, not verification={system.verification} with"
+      f" level_one_passes={system.level_one_passes} and view={system.view}"
+    )
   policy = Policy.of_slots(system, slots, "of the recorded lattices")
   drafts: replay.Chain | replay.BestFirst
   if policy.tree == configs.CHAIN:
@@ -53,7 +61,7 @@ def policy_of(system: SystemConfig, slots: int) -> tuple[Policy, replay.Policy]:
       depth=policy.path - 1,
       blind=policy.tree == configs.MARGINAL,
     )
-  if system.verification == configs.ONE_LEVEL:
+  if one:
     return policy, drafts
   followed = two_level.TwoLevel(policy, drafts)
   return dataclasses.replace(policy, rows=followed.nodes), followed

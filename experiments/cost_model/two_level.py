@@ -23,7 +23,7 @@ from specpilot_jax import configs
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.policy import Policy
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import two_level
+from specpilot_jax.mechanisms import level_choice, two_level
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class PassTimes:
         )
 
   @property
-  def step_times(self) -> two_level.StepTimes:
+  def step_times(self) -> level_choice.StepTimes:
     """Of whole steps, as `auto` weighs them."""
-    return two_level.StepTimes(
+    return level_choice.StepTimes(
       one_us=self.exact + self.draft,
       two_us=self.passes * (self.level_one + self.draft)
       + self.exact_of_two
@@ -85,12 +85,11 @@ def tau_ratio(agreement: float, drafts: float) -> float:
   """
   if not 0 <= agreement <= 1 or drafts < 0:
     raise ValueError(f"agreement {agreement}, {drafts} drafts")
-  length = 1 + drafts
-  survives = agreement**length
-  trunk = length
-  if agreement < 1:
-    trunk = agreement * (1 - survives) / (1 - agreement)
-  return (1 + trunk + survives * drafts) / length
+  accepted = np.float64(drafts)
+  one, two = level_choice.expected_tokens(
+    np.float64(agreement), accepted, accepted, numpy=np
+  )
+  return float(two / one)
 
 
 def agreement_needed(times: PassTimes, drafts: float) -> float | None:
@@ -215,17 +214,18 @@ class TwoLevel:
     agrees = level_one(recording)[position]
     if not recording.depth(position):
       return 0  # Nothing to look at: a step of one level.
+    chain = self.shape.tree == configs.CHAIN
     reach = len(self.drafts.path(recording, position))
     wrong = np.flatnonzero(~agrees)
     right = int(wrong[0]) if wrong.size else agrees.size
     if right <= reach:
       # Level 1 leaves the output inside of the drafts or right behind them.
       # What it refused of a chain hangs beside its trunk.
-      beside = self.shape.tree == configs.CHAIN
-      return reach if beside else right
-    trunk = reach + 1
+      return reach if chain else right
+    # A tree of few nodes has no room for all of its trunk, or behind it.
+    trunk = min(reach + 1, self.shape.nodes * (2 if chain else 1) - 1)
     end = position + trunk
-    if end >= len(recording):
+    if trunk <= reach or end >= len(recording):
       return trunk
     return trunk + self._behind(recording, end, trunk)
 

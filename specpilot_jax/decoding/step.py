@@ -124,14 +124,15 @@ class Drafted(NamedTuple):
   """The nodes of a pass; the chain's law too where they are one.
 
   The first `trunk` drafts are those that a coarser pass chose, one path from
-  the anchor; 0 where there was none. `scores` are what the drafter gives the
-  path to each node, a log-probability: 0 for the anchor, none where nobody asks
-  for them.
+  the anchor; 0 where there was none. `foreseen` are the drafts that it accepted
+  of what it looked at. `scores` are what the drafter gives the path to each
+  node, a log-probability: 0 for the anchor, none where nobody asks for them.
   """
 
   nodes: state_lib.Nodes
   chain: draft_lib.Drafts | None
   trunk: Int[Array, ""] | int = 0
+  foreseen: Int[Array, ""] | int = 0
   scores: Float[Array, " N"] | None = None
 
 
@@ -148,10 +149,11 @@ class Verified:
   healthy: Bool[Array, ""]
   trunk: Int[Array, ""]
   confirmed: Int[Array, ""]
+  foreseen: Int[Array, ""]
 
   @classmethod
   def of(
-    cls, nodes, taps, stash, acceptance, nan, trunk: Any = 0
+    cls, nodes, taps, stash, acceptance, nan, trunk: Any = 0, foreseen: Any = 0
   ) -> "Verified":
     """A pass over `nodes` of one request; `nan` says where logits were NaN."""
     trunk = jnp.asarray(trunk, jnp.int32)
@@ -171,6 +173,7 @@ class Verified:
       confirmed=(of_trunk & (index <= acceptance.accepted)).sum(
         dtype=jnp.int32
       ),
+      foreseen=jnp.asarray(foreseen, jnp.int32),
     )
 
 
@@ -303,9 +306,10 @@ class StepFns:
     if schedule is None or lattice is None or drafted is None:
       seen = at_once()
     else:
-      seen = self._scheduled(
+      seen, context = self._scheduled(
         schedule, params, carry, request, lattice, drafted, at_once
       )
+      carry = dataclasses.replace(carry, drafter=context)
 
     return self.finish(params, carry, request, lattice, seen)
 
@@ -345,7 +349,9 @@ class StepFns:
       )
     last = acceptance.emitted[jnp.maximum(count - 1, 0)]
     if schedule is not None and lattice is not None:
-      told = Seen(seen.trunk, seen.confirmed, acceptance.accepted)
+      told = Seen(
+        seen.trunk, seen.confirmed, acceptance.accepted, seen.foreseen
+      )
       learned = schedule.learned(self, carry, request, lattice, told)
     carry = Carry(
       target=commit(carry.target, seen.stash, path, count),
@@ -459,7 +465,7 @@ class StepFns:
       out.stash,
       acceptance,
       jnp.isnan(logits).any(axis=-1),
-      drafted.trunk if size > 1 else 0,
+      *((drafted.trunk, drafted.foreseen) if size > 1 else ()),
     )
     # One that is done has its anchor to look at all the same.
     verified = dataclasses.replace(verified, count=count)
@@ -467,18 +473,22 @@ class StepFns:
 
   def _scheduled(
     self, schedule, params, carry, request, lattice, drafted, at_once
-  ) -> Verified:
-    """The exact pass over what a schedule makes of the drafts, or `at_once`."""
+  ) -> tuple[Verified, Any]:
+    """The exact pass over what a schedule makes of the drafts, or `at_once`;
+    and the drafter's context, see `Schedule.continued`."""
     rows = schedule.rows
 
-    def looked_at() -> Verified:
-      longer = schedule.continued(self, params, carry, request, drafted)
-      return self._verify(params, carry, request, longer, rows, pad_to=rows)
+    def looked_at():
+      longer, context = schedule.continued(
+        self, params, carry, request, drafted
+      )
+      seen = self._verify(params, carry, request, longer, rows, pad_to=rows)
+      return seen, context
 
     wanted = schedule.wanted(self, carry, request, lattice, drafted)
     if wanted is None:
       return looked_at()
-    return jax.lax.cond(wanted, looked_at, at_once)
+    return jax.lax.cond(wanted, looked_at, lambda: (at_once(), carry.drafter))
 
   def _pass(self, model, carry, request, nodes):
     """A target's output at nodes, and its penalised logits."""

@@ -25,6 +25,7 @@ from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.schedule import Schedule
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import fp8, two_level, w12
+from specpilot_jax.mechanisms.level_choice import StepTimes
 from specpilot_jax.models.target import Target
 
 FACTORS = ("tau", "kernel", "overhead")
@@ -414,6 +415,7 @@ def schedule(
   target: Target,
   drafter: Drafter | None,
   *,
+  times: StepTimes | None = None,
   coarse: Callable[[str], Target] | None = None,
 ) -> Schedule | None:
   """What precedes the exact pass of a system's engine; None where nothing does.
@@ -421,9 +423,9 @@ def schedule(
   Args:
     system: what is wanted.
     target, drafter: as `prepare` makes them.
-    coarse: see `two_level.schedule`.
+    times, coarse: see `two_level.schedule`.
 
   Raises:
     SpecPilotError: as `two_level.schedule`.
   """
-  return two_level.schedule(system, target, drafter, coarse=coarse)
+  return two_level.schedule(system, target, drafter, times=times, coarse=coarse)
