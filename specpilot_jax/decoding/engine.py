@@ -199,7 +199,7 @@ class Engine:
     if drafter is None:
       for name in (
         "acceptance", "num_drafts", "tree", "node_budget", "tree_depth",
-        "verification",
+        "verification", "drafter_view",
       ):  # fmt: skip
         if getattr(self.system, name) != getattr(SystemConfig(), name):
           raise SpecPilotError(
