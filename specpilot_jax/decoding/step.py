@@ -291,46 +291,43 @@ class StepFns:
       sizes = (self.policy.rows,)
       if self.drafter.variable_length and sizes != (1,):
         sizes = (1, *sizes)
-    pad_to = sizes[-1] if self.schedule is None else self.schedule.rows
     verify = functools.partial(
-      self._verify, params, carry, request, drafted, pad_to=pad_to
+      self._verify, params, carry, request, drafted, pad_to=sizes[-1]
     )
     branches = [functools.partial(verify, size) for size in sizes]
 
-    def at_once() -> Verified:
+    def at_once() -> tuple[Carry, StepOutput, Seen]:
       if drafted is None or len(branches) == 1:
-        return branches[0]()
-      return jax.lax.cond(drafted.nodes.count > 1, branches[1], branches[0])
+        seen = branches[0]()
+      else:
+        seen = jax.lax.cond(drafted.nodes.count > 1, branches[1], branches[0])
+      return self.finish(params, carry, request, seen, self.policy.path)
 
     schedule = self.schedule
     if schedule is None or lattice is None or drafted is None:
-      seen = at_once()
-    else:
-      seen, context = self._scheduled(
-        schedule, params, carry, request, lattice, drafted, at_once
-      )
-      carry = dataclasses.replace(carry, drafter=context)
-
-    return self.finish(params, carry, request, lattice, seen)
+      return at_once()[:2]
+    after, out, told = self._scheduled(
+      schedule, params, carry, request, lattice, drafted, at_once
+    )
+    learned = schedule.learned(self, carry, request, lattice, told)
+    return dataclasses.replace(after, schedule=learned), out
 
   def finish(
     self,
     params: Any,
     carry: Carry,
     request: Request,
-    lattice: draft_lib.Lattice | None,
     seen: Verified,
-  ) -> tuple[Carry, StepOutput]:
+    path_nodes: int,
+  ) -> tuple[Carry, StepOutput, Seen]:
     """What a pass accepted becomes the state, as far as no stop cuts it.
 
     Args:
       carry: the one before the pass, which ran on top of it.
-      lattice: what was drafted; None without a drafter.
       seen: the pass.
+      path_nodes: of a root path of it at most.
     """
-    position, schedule = carry.target.length, self.schedule
-    learned = carry.schedule
-    path_nodes = (schedule or self.policy).path
+    position = carry.target.length
     # No path is longer than the drafter's slots, whatever the tree holds.
     acceptance = jax.tree.map(
       lambda x: x[:path_nodes] if x.ndim else x, seen.acceptance
@@ -348,11 +345,6 @@ class StepFns:
         ),
       )
     last = acceptance.emitted[jnp.maximum(count - 1, 0)]
-    if schedule is not None and lattice is not None:
-      told = Seen(
-        seen.trunk, seen.confirmed, acceptance.accepted, seen.foreseen
-      )
-      learned = schedule.learned(self, carry, request, lattice, told)
     carry = Carry(
       target=commit(carry.target, seen.stash, path, count),
       drafter=self.extend(
@@ -362,9 +354,9 @@ class StepFns:
       remaining=carry.remaining - count,
       history=history,
       done=carry.done | cut.stopped | cut.exhausted,
-      schedule=learned,
+      schedule=carry.schedule,
     )
-    return carry, StepOutput(
+    out = StepOutput(
       tokens=acceptance.emitted,
       count=count,
       drafted=seen.count - 1,
@@ -376,6 +368,8 @@ class StepFns:
       trunk=seen.trunk,
       confirmed=seen.confirmed,
     )
+    told = Seen(seen.trunk, seen.confirmed, acceptance.accepted, seen.foreseen)
+    return carry, out, told
 
   @property
   def rejects(self) -> bool:
@@ -473,22 +467,31 @@ class StepFns:
 
   def _scheduled(
     self, schedule, params, carry, request, lattice, drafted, at_once
-  ) -> tuple[Verified, Any]:
-    """The exact pass over what a schedule makes of the drafts, or `at_once`;
-    and the drafter's context, see `Schedule.continued`."""
-    rows = schedule.rows
+  ) -> tuple[Carry, StepOutput, Seen]:
+    """The exact pass over what a schedule makes of the drafts, or `at_once`.
+
+    Either ends with its commit: what a pass leaves behind would have to be
+    padded to that of the larger one, an array at a time.
+    """
+    rows, path = schedule.rows, schedule.path
 
     def looked_at():
       longer, context = schedule.continued(
         self, params, carry, request, drafted
       )
       seen = self._verify(params, carry, request, longer, rows, pad_to=rows)
-      return seen, context
+      written = dataclasses.replace(carry, drafter=context)
+      return self.finish(params, written, request, seen, path)
+
+    def not_looked_at():
+      after, out, told = at_once()
+      tokens = pad_nodes(out.tokens, out.tokens.shape[0], path)
+      return after, dataclasses.replace(out, tokens=tokens), told
 
     wanted = schedule.wanted(self, carry, request, lattice, drafted)
     if wanted is None:
       return looked_at()
-    return jax.lax.cond(wanted, looked_at, lambda: (at_once(), carry.drafter))
+    return jax.lax.cond(wanted, looked_at, not_looked_at)
 
   def _pass(self, model, carry, request, nodes):
     """A target's output at nodes, and its penalised logits."""

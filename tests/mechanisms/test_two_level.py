@@ -436,6 +436,25 @@ class EngineTest(kit.Float64TestCase):
       with self.assertRaisesRegex(SpecPilotError, message):
         registry.schedule(system, target, PromptLookup(9))
 
+  def test_passes_of_two_sizes_are_not_padded(self):
+    """Each kind of step commits what it verified, of its own size."""
+    engine = two_level_kit.engine(CONFIG, "auto")
+    carry = jax.eval_shape(engine.fresh_carry)
+    request = engine.request(SamplingParams(max_tokens=4))
+    request = dataclasses.replace(request, plan=level_choice.Plan.of(1, 1))
+    jaxpr, (after, out) = jax.make_jaxpr(engine.fns.step, return_shape=True)(
+      engine.params, carry, request
+    )
+    (either,) = (e for e in jaxpr.eqns if e.primitive.name == "cond")
+    shapes = [x.aval.shape for x in either.outvars]
+    # What the schedule learns comes behind it, of four numbers.
+    kept = dataclasses.replace(after, schedule=())
+    self.assertLessEqual(len(shapes), len(jax.tree.leaves((kept, out))) + 4)
+    self.assertEqual(out.tokens.shape, (engine.num_drafts + 1,))
+    # Nothing else is of the rows of a pass.
+    rows = [s for s in shapes if s[:1] == out.tokens.shape]
+    self.assertEqual(rows, [out.tokens.shape])
+
   def test_times_of_each_executable(self):
     """Greedy steps and those that sort a vocabulary take other times."""
     engine = self.engine(CONFIG, verification="auto")
