@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import weakref
+from typing import Any
 from unittest import mock
 
 import jax
@@ -446,7 +447,8 @@ class EngineTest(kit.Float64TestCase):
       engine.params, carry, request
     )
     (either,) = (e for e in jaxpr.eqns if e.primitive.name == "cond")
-    shapes = [x.aval.shape for x in either.outvars]
+    given: list[Any] = [x.aval for x in either.outvars]
+    shapes = [x.shape for x in given]
     # What the schedule learns comes behind it, of four numbers.
     kept = dataclasses.replace(after, schedule=())
     self.assertLessEqual(len(shapes), len(jax.tree.leaves((kept, out))) + 4)

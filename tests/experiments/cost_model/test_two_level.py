@@ -168,9 +168,9 @@ class ReplayTest(kit.Float64TestCase):
       for kept, read in zip(recordings, lattices.load(path), strict=True):
         np.testing.assert_array_equal(kept.level_one, read.level_one)
 
-  def accepted(self, system):
+  def accepted(self, system, tokens=8):
     _, policy = budgets.policy_of(system, 3)
-    return len(policy.path(recording(8, 3), 0))
+    return len(policy.path(recording(tokens, 3), 0))
 
   @parameterized.parameters(
     # Nodes; what three drafts of the first lattice make of them.
@@ -193,11 +193,47 @@ class ReplayTest(kit.Float64TestCase):
       chain = dataclasses.replace(system, tree="chain")
       self.assertEqual(self.accepted(chain), 2 * nodes - 1)
 
+  @parameterized.parameters(
+    # Passes, drafts of a tree of so many nodes and of a chain.
+    (1, 8, 7, 7),
+    (2, 8, 7, 11),
+    (2, 12, 11, 11),
+    (3, 16, 15, 15),
+    (3, 15, 14, 15),
+  )
+  def test_more_passes(self, passes, nodes, tree, chain):
+    """Each makes the trunk longer by four, until nodes run out."""
+    system = SystemConfig(
+      verification="two_level", level_one_passes=passes, node_budget=nodes
+    )
+    grown = dataclasses.replace(system, tree="best_first")
+    self.assertEqual(self.accepted(grown, 40), tree)
+    whole = dataclasses.replace(system, node_budget=None)
+    self.assertEqual(self.accepted(whole, 40), chain)
+
+  def test_which_drafts_serve(self):
+    """What is replayed of every kind, and that all of it differs."""
+    found = budgets.in_two_levels([recording(480, 15)])
+    self.assertEqual(
+      [(p["passes"], p["tree"], p["nodes"], p["rows"]) for p in found],
+      [
+        (passes, tree, nodes, rows)
+        for passes in (1, 2)
+        for tree, nodes, rows in (
+          ("chain", 16, 16 * (1 + passes)),
+          *(("best_first", n, n) for n in (16, 32, 48)),
+        )
+      ],
+    )
+    # All is right: a chain of 15 each time and what level 1 adds, or all nodes.
+    self.assertEqual(
+      [p["tau"] for p in found], [32, 16, 32, 32, 48, 16, 32, 48]
+    )
+
   def test_what_is_not_followed(self):
     looking = SystemConfig(verification="two_level")
     for system in (
       SystemConfig(verification="auto"),
-      dataclasses.replace(looking, level_one_passes=2),
       dataclasses.replace(looking, view="scaled"),
     ):
       for ask in (budgets.policy_of, budgets.label):
