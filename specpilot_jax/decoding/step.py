@@ -131,8 +131,8 @@ class Drafted(NamedTuple):
 
   nodes: state_lib.Nodes
   chain: draft_lib.Drafts | None
-  trunk: Int[Array, ""] | int = 0
-  foreseen: Int[Array, ""] | int = 0
+  trunk: Int[Array, ""]
+  foreseen: Int[Array, ""]
   scores: Float[Array, " N"] | None = None
 
 
@@ -396,7 +396,7 @@ class StepFns:
     # A draft behind the last token that may be emitted is of no use. It limits
     # a path, not the number of siblings.
     depth = jnp.minimum(remaining - 1, limits.depth)
-    vocab = self.config.valid_vocab
+    vocab, none = self.config.valid_vocab, jnp.zeros((), jnp.int32)
     if self.policy.tree != configs.CHAIN:
       tree = self.policy.tree_of(
         lattice,
@@ -406,7 +406,8 @@ class StepFns:
         valid_vocab=vocab,
         implementation=self.kernels.tree_growth,
       )
-      return Drafted(tree_lib.nodes_of(tree), None, scores=tree.scores)
+      nodes = tree_lib.nodes_of(tree)
+      return Drafted(nodes, None, none, none, scores=tree.scores)
     chain = draft_lib.chain(
       lattice,
       valid_vocab=vocab,
@@ -419,7 +420,8 @@ class StepFns:
     nodes = state_lib.run_of(
       jnp.concatenate([anchor[None], tokens]), 1 + chain.count, prefill=False
     )
-    return Drafted(nodes, chain, scores=chain.path_scores[: nodes.size])
+    scores = chain.path_scores[: nodes.size]
+    return Drafted(nodes, chain, none, none, scores=scores)
 
   def _verify(self, params, carry, request, drafted, size, *, pad_to):
     """One target pass over the anchor and, unless `size` is 1, the drafts.
