@@ -88,7 +88,7 @@ def _add_norm_kernel(x, delta, weight, eps, zero_centered, implementation):
   return pl.pallas_call(
     functools.partial(
       _program,
-      padded=1 << (size - 1).bit_length(),
+      padded=pl.next_power_of_2(size),
       eps=eps,
       zero_centered=zero_centered,
     ),

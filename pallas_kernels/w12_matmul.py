@@ -63,12 +63,25 @@ LONG = 131_072
 number of rows of x: 1.1 % at 16, 2.5 % at 32."""
 
 
+LEAST = 16
+"""Lanes and columns of a tile of the planes, at least."""
+
+
+def takes(w: W12Array) -> bool:
+  """Whether the kernel takes the matrix: tiles that tensor cores can multiply.
+
+  Those of fewer lanes are of matrices of up to 32 rows; of fewer columns, where
+  16 does not divide the columns.
+  """
+  return w.tiled and min(w.low.shape[2:]) >= LEAST
+
+
 def max_rows(implementation: str, w: W12Array) -> int:
   """Rows of x that the kernel takes; more are multiplied with the decoded
-  matrix."""
+  matrix. 0 where it does not take the matrix."""
   if implementation == "mosaic" and w12_hopper.takes(w):
     return w12_hopper.MAX_ROWS
-  return MAX_ROWS
+  return MAX_ROWS if takes(w) else 0
 
 
 def matmul(
@@ -89,7 +102,8 @@ def matmul(
     out_dtype: of x unless given.
     view: multiplies the 8-bit view instead of the matrix.
     midpoint: of the view, see `w12_array.decode_view`.
-    implementation: kernels take bfloat16 rows, `max_rows` at most. `mosaic` is
+    implementation: kernels take bfloat16 rows, `max_rows` at most; of more, or
+      of a matrix that is too small, it is the product's definition. `mosaic` is
       `w12_hopper`, and this kernel for matrices that it does not take and for
       one row of x. One row of a small matrix is `w12_row`'s in all of them.
     tile: of the kernel, instead of the one in the table.
@@ -99,6 +113,8 @@ def matmul(
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
+  if implementation != "reference" and not w.tiled:
+    raise ValueError("w12_matmul's kernel takes planes in tiles")
   if implementation == "reference" or n > max_rows(implementation, w):
     dense = w12_array.decode(w)
     if view:
@@ -137,14 +153,10 @@ def _matmul_kernel(
   """Two launches: what programs sum up, then all that is left to do."""
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
-  if not w.tiled:
-    raise ValueError("w12_matmul's kernel takes planes in tiles")
   n = x.shape[0]
   _, _, height, width = w.low.shape
   tile = tile or (WIDE if w.shape[0] >= LONG else TILES[rows_of(n)])
   tile = dataclasses.replace(tile, lanes=min(tile.lanes, height))
-  if width < 16 or tile.lanes < 16:
-    raise ValueError(f"w12_matmul's kernel does not take W of {w.shape}")
   planes = (w.view01, w.view23) if view else (w.view01, w.view23, w.low)
   if expanded is not None:
     planes = (expanded,)

@@ -95,7 +95,7 @@ ENTRIES_WEIGHTS = 262_144
 
 def rows_of(n: int) -> int:
   """Rows that a kernel for n rows works on."""
-  return max(8, 1 << (n - 1).bit_length())
+  return max(8, pl.next_power_of_2(n))
 
 
 def finish(
@@ -164,7 +164,7 @@ def _finish(parts_ref, *refs, size, scaled, owners, run, few, high, entries):
   each = pl.program_id(1) * few + jnp.arange(few)
   live = row < rows
   wanted = (each < n)[:, None] & live[None, :]
-  spans = _spans(list_refs[1], high, row, rows) if list_refs else None
+  spans = row_spans(list_refs[1], high, row, rows) if list_refs else None
   if size % high or run % high:
     many = owners(row % size)
     many = many[None, :] if scaled else many[:, None]
@@ -204,7 +204,7 @@ def scale_of(base):
   return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
-def _spans(start_ref, high, row, rows):
+def row_spans(start_ref, high, row, rows):
   """Where the lists of rows of W begin and end: of all, then of each."""
   first = pl.program_id(0) * high
   whole = start_ref[first], start_ref[jnp.minimum(first + high, rows)]
@@ -224,7 +224,7 @@ def _listed(columns_ref, entry_refs, spans, each, entries):
   Args:
     columns_ref: x [I, rows], each column a row.
     entry_refs: columns and values.
-    spans: see `_spans`.
+    spans: see `row_spans`.
   """
   column_ref, value_ref = entry_refs
   first, last, start, end = spans
