@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from memory.files import parse_json
 from memory.manifest import digest
 from specpilot_jax.errors import SpecPilotError
 
@@ -210,11 +211,17 @@ def encode(fields: Any) -> bytes:
 
   >>> encode({"b": 1, "a": [True]})
   b'{\\n "a": [\\n  true\\n ],\\n "b": 1\\n}\\n'
+
+  Raises:
+    SpecPilotError: what JSON or UTF-8 has no form for.
   """
-  text = json.dumps(
-    fields, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False
-  )
-  return text.encode() + b"\n"
+  try:
+    text = json.dumps(
+      fields, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False
+    )
+    return text.encode() + b"\n"
+  except (ValueError, TypeError, RecursionError) as e:
+    raise SpecPilotError(f"cannot be written as JSON: {e}") from None
 
 
 def id_of(record: bytes) -> str:
@@ -264,7 +271,7 @@ def decode(data: bytes) -> Record:
     SpecPilotError: names the field that is wrong, and what was expected.
   """
   try:
-    fields = json.loads(data)
+    fields = parse_json(data)
   except ValueError:
     raise SpecPilotError("not JSON") from None
   if not isinstance(fields, dict):
@@ -298,6 +305,15 @@ def from_fields(fields: Mapping[str, Any]) -> Record:
   record = Record(**values)
   _check_together(record)
   return record
+
+
+def check_ids(name: str, value: Any) -> None:
+  """Refuses what is no list of ids or of beginnings of ids.
+
+  Raises:
+    SpecPilotError: names the field.
+  """
+  _check(name, value, ("a list of ids", _LINES[1]))
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Mapping[str, Any]):
