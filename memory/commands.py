@@ -221,6 +221,11 @@ def replay(
     holds: needs of entries that it meets.
     output: file for proposals, JSON lines.
   """
+  for need in holds:
+    if need not in schema.NEEDS:
+      raise SpecPilotError(
+        f"--holds must be of {', '.join(schema.NEEDS)}, got {need!r}"
+      )
   told = _object(deployment)
   try:
     if "deployment" in told and "sampling" in told:

@@ -32,8 +32,9 @@ what ties them together; a result that says what not to try again."""
 
 FACTORS = ("tau", "kernel", "overhead", "batch")
 
-NEEDS = ("gpu", "drafter", "sampled")
-"""What a deployment may have: a GPU, a drafter, a temperature above 0."""
+NEEDS = ("gpu", "drafter", "sampled", "batch", "fp8")
+"""What a deployment may have: a GPU, a drafter, a temperature above 0, several
+requests at a time, weights in FP8."""
 
 STATUSES = (
   "verified",  # accepted by a paired test of the controller

@@ -159,6 +159,7 @@ def test_replay_writes_proposals_and_names_what_clashes(run, tmp_path):
     (("add", "--round=x", "--patch=y"), "--round takes no other flag"),
     (("add", "--record=nowhere.json"), "nowhere.json: No such file"),
     (("replay",), "--deployment=FILE is missing"),
+    (("replay", "--deployment=x", "--holds=tpu"), "--holds must be of gpu"),
     (("verify", "--kind=x"), "verify: '--kind=x'"),
   ),
 )

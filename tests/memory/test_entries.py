@@ -151,7 +151,7 @@ def test_replay_on_the_base_and_on_the_whole(store, trees):
   those that have them there is nothing left to apply."""
   base = store.trees.base(store.base_root)
   system = [e.id for e in store.current() if e.record.kind == "system"][-1]
-  found = transfer.choose(store, H200, base)
+  found = transfer.choose(store, H200, base, holds=schema.NEEDS)
   assert {c.state for c in found} == {transfer.APPLIES}
   places = [c.entry.id for c in found]
   for choice in found:
@@ -162,7 +162,9 @@ def test_replay_on_the_base_and_on_the_whole(store, trees):
     assert made == trees[choice.entry.id]
   whole = [
     choice
-    for choice in transfer.choose(store, H200, trees[system])
+    for choice in transfer.choose(
+      store, H200, trees[system], holds=schema.NEEDS
+    )
     if choice.entry.id in store.below(system)
   ]
   assert {c.state for c in whole} == {transfer.PRESENT}
