@@ -99,15 +99,13 @@ def test_the_base_is_stock_alone(store):
 
 
 def test_settings_are_of_the_options_of_their_own_tree(store, trees):
+  registered = {name: sources.registered(tree) for name, tree in trees.items()}
+  every = set().union(*registered.values())
   for name, entry in store.entries.items():
     record = entry.record
+    # Without a tree: of what it is about.
+    known = every if record.base is None else registered[name]
     for part in filter(None, record.settings.split(",")):
-      known = set(record.option_names)
-      if record.base is not None:
-        known = sources.registered(trees[name])
-      else:  # No tree: of what it is about.
-        for other in trees:
-          known |= sources.registered(trees[other])
       assert part.partition("=")[0] in known, (record.title, part)
 
 
