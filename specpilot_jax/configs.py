@@ -559,7 +559,12 @@ own `config.json`."""
 
 
 def preset(name: str) -> ModelConfig:
-  """Returns a preset, or raises `SpecPilotError` that lists them."""
+  """Returns a preset, or raises `SpecPilotError` that lists them.
+
+  >>> model = preset("Qwen3.8-27B")
+  >>> model.hidden_size, model.layer_types.count(ATTENTION)
+  (5120, 16)
+  """
   try:
     return PRESETS[name]
   except KeyError:

@@ -68,6 +68,10 @@ def break_even(times: PassTimes) -> float:
 
   (C8 + C12 + 2 D) / (C12 + D), DESIGN section 5, with the exact passes of both
   steps told apart.
+
+  >>> times = PassTimes(level_one=8, exact=12, exact_of_two=13, draft=2)
+  >>> break_even(times)
+  1.7857142857142858
   """
   steps = times.step_times
   return steps.two_us / steps.one_us

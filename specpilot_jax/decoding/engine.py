@@ -62,6 +62,35 @@ class Engine:
   Without a drafter this is autoregressive decoding: the same engine with an
   executable of one node.
 
+  A model with random weights emits the same tokens with drafts and without:
+
+  >>> import dataclasses
+  >>> from specpilot_jax import configs
+  >>> from specpilot_jax.decoding.prompt_lookup import PromptLookup
+  >>> from specpilot_jax.models import target as target_lib
+  >>> config = dataclasses.replace(
+  ...   configs.preset("SmolLM2-135M"),
+  ...   vocab_size=16,
+  ...   hidden_size=32,
+  ...   intermediate_size=48,
+  ...   layer_types=(configs.ATTENTION,),
+  ...   context_length=64,
+  ... )
+  >>> target = target_lib.build(
+  ...   config, target_lib.random_params(config, seed=3, scale=3), "float32"
+  ... )
+  >>> request = SamplingParams(max_tokens=24, ignore_eos=True)
+  >>> plain = Engine(target).generate([1, 2, 3, 1, 2, 3], request)
+  >>> drafted = Engine(target, drafter=PromptLookup()).generate(
+  ...   [1, 2, 3, 1, 2, 3], request
+  ... )
+  >>> drafted.token_ids == plain.token_ids, len(plain.token_ids)
+  (True, 24)
+  >>> plain.metrics.acceptance_length
+  1.0
+  >>> drafted.metrics.acceptance_length >= 1
+  True
+
   Args:
     target: a built target.
     drafter: see `decoding.draft.Drafter`.

@@ -299,6 +299,15 @@ def parse_options(
 ) -> SystemConfig:
   """A system from `option=value,option=value`; stock from an empty text.
 
+  >>> changed(parse_options("tree=best_first, node_budget=32"))
+  {'tree': 'best_first', 'node_budget': '32'}
+  >>> parse_options("") == SystemConfig()
+  True
+  >>> parse_options("tree=bush")
+  Traceback (most recent call last):
+  specpilot_jax.errors.SpecPilotError: option tree='bush': expected \
+chain|best_first|marginal
+
   Args:
     text: assignments; spaces around them do not matter.
     options: the registry; `OPTIONS` by default.
