@@ -169,6 +169,7 @@ def _product(x, w):
   return (products * (scale.T[:, :, None] * scales.T[:, None, :])).sum(axis=0)
 
 
+@dispatch.once("implementation", "tile", "shares")
 def _kernel(x, w, implementation, tile, shares):
   n = x.shape[0]
   rows = w.codes.shape[0]

@@ -325,6 +325,7 @@ def _combine(
   ).astype(merged_ref.dtype)
 
 
+@dispatch.once("scale", "implementation")
 def _tree_attention_kernel(
   q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,
   implementation,

@@ -142,11 +142,6 @@ def matmul(
   )
 
 
-# A model has hundreds of products of few shapes: each is traced once.
-@functools.partial(
-  jax.jit,
-  static_argnames=("out_dtype", "view", "implementation", "tile", "midpoint"),
-)
 def _matmul_kernel(
   x, w, out_dtype, view, implementation, tile, expanded, midpoint
 ):
@@ -161,43 +156,51 @@ def _matmul_kernel(
   if expanded is not None:
     planes = (expanded,)
   shares = Shares.of(w, tile.lanes, tile.programs, ALIGN)
+  parts, *columns = _sums(
+    x, w.base, planes, shares, tile, implementation,
+    lists=not view, midpoint=midpoint,
+  )  # fmt: skip
+  return w12_parts.finish(
+    parts, w, n, out_dtype,
+    columns=None if view else columns[0],
+    shares=shares,
+    run=tile.lanes, interpret=implementation == "interpret",
+  )  # fmt: skip
+
+
+@dispatch.once("shares", "tile", "implementation", "lists", "midpoint")
+def _sums(x, base, planes, shares, tile, implementation, *, lists, midpoint):
+  """Parts [T, rows of x, rows of W] and, for lists, x by columns."""
+  n = x.shape[0]
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
-  call = functools.partial(
-    pl.pallas_call, interpret=implementation == "interpret"
-  )
   # Of the lists, an entry is of one column of x: side by side, a column's
   # numbers are one piece of memory.
   columns = (
-    () if view else (jax.ShapeDtypeStruct((x.shape[1], rows_of(n)), x.dtype),)
+    (jax.ShapeDtypeStruct((x.shape[1], rows_of(n)), x.dtype),) if lists else ()
   )
-  parts, *columns = call(
+  return pl.pallas_call(
     functools.partial(
       _stream,
       shares=shares,
       tile=tile,
       padded=rows_of(n),
       assembly=implementation == "triton",
-      transpose=not view,
+      transpose=lists,
       filled=w12_array.MIDPOINT if midpoint else 0,
     ),
     grid=(shares.programs,),
     in_specs=[anywhere] * (2 + len(planes)),
     out_shape=[
-      jax.ShapeDtypeStruct((shares.parts, n, 4 * w.lanes), jnp.float32),
+      jax.ShapeDtypeStruct((shares.parts, n, base.size), jnp.float32),
       *columns,
     ],
     out_specs=[anywhere] * (1 + len(columns)),
     compiler_params=pltriton.CompilerParams(
       num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
-    name="w12_view" if view else "w12_matmul",
-  )(x, w.base, *planes)
-  return w12_parts.finish(
-    parts, w, n, out_dtype,
-    columns=None if view else columns[0],
-    owners=lambda lane: shares.owners(lane // tile.lanes),
-    run=tile.lanes, interpret=implementation == "interpret",
-  )  # fmt: skip
+    interpret=implementation == "interpret",
+    name="w12_matmul" if lists else "w12_view",
+  )(x, base, *planes)
 
 
 def _stream(
