@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from experiments.metrics import MeasurementError
 from experiments.serving.arrivals import Level
-from specpilot_jax.decoding.batch.engine import Figures
+from specpilot_jax.decoding.batch.records import Figures
 from specpilot_jax.decoding.batch.scheduler import (
   ERROR,
   Request,

@@ -55,7 +55,10 @@ def batch_steps(engine: BatchEngine, bucket: int, rows=None):
   """Of a batch engine's step over so many slots."""
   fns = batch_step.BatchFns(engine._one.fns)
   index = engine._index(range(bucket))
-  limits = engine._limits(index, StepLimits())
+  policy = engine._one.fns.policy
+  limits = StepLimits().of_slots(
+    index, engine.slots, policy.rows, policy.path - 1
+  )
   whole = None if bucket == engine.slots else index
   listed = np.ones(bucket, bool)
   traced = jax.make_jaxpr(lambda *given: fns.step(*given, rows=rows))(
@@ -202,7 +205,22 @@ class RefusalTest(kit.Float64TestCase):
       with self.assertRaisesRegex(SpecPilotError, line):
         call()
     self.assertEqual(engine.free_slots, (1,))
+    # A call that fails has read nothing, and taken nothing.
+    with mock.patch.object(engine, "_prefill", side_effect=ValueError):
+      with self.assertRaises(ValueError):
+        engine.prefill(0, Chunk(0, 2))
     engine.prefill(0, Chunk(0, 2))
+    with mock.patch.object(
+      engine, "_step", return_value=mock.Mock(side_effect=ValueError)
+    ):
+      with self.assertRaises(ValueError):
+        engine.step([0])
+    self.assertIsNotNone(engine._slots)
+    # A pass over all slots, and one over as many as are stepped.
+    self.assertEqual(engine._index([0]).tolist(), [0, 1])
+    few = batch_kit.make("none", 4, (1, 2, 4))
+    self.assertEqual(few._index([2]).tolist(), [2])
+    self.assertEqual(few._index([2], 2).tolist(), [2, 4])
     for line, limits in (
       ("rows=1", StepLimits(rows=1)),
       ("numbers from 1", StepLimits(nodes=[0, 1])),

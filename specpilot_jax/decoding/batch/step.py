@@ -91,6 +91,10 @@ class Allocate(Protocol):
   @property
   def dense(self) -> bool: ...
 
+  def unplanned(self) -> Any:
+    """Its plan where the host says none; a pytree of a plan's shapes."""
+    ...
+
   def fresh(self) -> Any:
     """What it has learned of a request before its first step; a pytree."""
     ...
@@ -295,7 +299,9 @@ class BatchFns:
       offer = self._offer(own, lattice, drafted, live, plan, rows)
     nodes = self._nodes(own, offer, live, rows)
     ridden = None if rider is None else _at(slots.carry, rider.slot)
-    seen, also = self._verify(params, own, drafted, nodes, rider, ridden, rows)
+    seen, also = self._verify(
+      params, _idle(own, live), drafted, nodes, rider, ridden, rows
+    )
     after, out = each(lambda *of_one: self.one.finish(params, *of_one))(
       carry, request, lattice, seen
     )
@@ -521,6 +527,14 @@ class BatchFns:
       own,
       packed,
     )
+
+
+def _idle(slots: Slots, live: Bool[Array, " S"]) -> Slots:
+  """For a pass: who takes no part in it has no prefix to attend to."""
+  target = slots.carry.target
+  target = dataclasses.replace(target, length=jnp.where(live, target.length, 0))
+  carry = dataclasses.replace(slots.carry, target=target)
+  return dataclasses.replace(slots, carry=carry)
 
 
 def _side(stash, side: str) -> tuple:

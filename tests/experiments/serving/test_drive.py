@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from experiments.metrics import MeasurementError
 from experiments.serving import drive
 from experiments.serving.arrivals import Level
-from specpilot_jax.decoding.batch.engine import Figures
+from specpilot_jax.decoding.batch.records import Figures
 from specpilot_jax.decoding.batch.scheduler import ERROR, Emitted, Scheduler
 from specpilot_jax.decoding.request import RequestMetrics, RequestOutput
 from specpilot_jax.decoding.sampling import SamplingParams
