@@ -235,12 +235,19 @@ def _rates(records: Sequence[Record]) -> dict[str, float | None]:
 
 
 def _group(records: Sequence[Record]) -> dict[str, Any]:
+  """Some requests of a system. Under a load they have no speed: while they were
+  served others were too."""
+  rates = _rates(records)
+  if serving.is_load(records):
+    rates = dict.fromkeys(rates)
+  tpot = [r["metrics"]["tpot_ms"] for r in records if r["metrics"]["tpot_ms"]]
   return {
     "requests": len(records),
     "output_tokens": sum(len(r["output_ids"]) for r in records),
     "loop_requests": sum(r["finish_reason"] == LOOP for r in records),
     **_taus(records),
-    **_rates(records),
+    **rates,
+    "mean_tpot_ms": _ratio(sum(tpot), len(tpot)),
   }
 
 
