@@ -17,7 +17,7 @@ from absl.testing import parameterized
 
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.batch import step as batch_step
-from specpilot_jax.decoding.batch.records import StepTime
+from specpilot_jax.decoding.batch.records import StepLimits, StepTime
 from specpilot_jax.decoding.batch.scheduler import Load, Request, Update
 from specpilot_jax.decoding.draft import Drafts, Lattice
 from specpilot_jax.errors import SpecPilotError
@@ -391,6 +391,16 @@ class PolicyTest(kit.Float64TestCase):
     alone = dataclasses.replace(TREES, shared=False)
     fns = dataclasses.replace(fns, allocate=alone)
     self.assertIs(fns._asked(None), alone)
+
+  def test_a_step_without_a_plan(self):
+    """All nodes, of the shapes that planned ones have: nothing is compiled."""
+    index = trees()._index([0])
+    listed = np.ones(index.size, bool)
+    (*_, plan, _), _ = trees()._arguments(index, listed, StepLimits(), None)
+    known = batching.Plan.of(3, 0.5)
+    self.assertEqual([x.dtype for x in plan], [x.dtype for x in known])
+    self.assertGreaterEqual(plan.budget, SLOTS * trees().nodes)
+    self.assertEqual(plan.price, 0)
 
   def test_timing(self):
     """Every shape has a time, those with a prompt too, and those over all slots
