@@ -340,7 +340,7 @@ def _domains(systems) -> list[Block]:
       str(d["loop_requests"]),
       number(d["output_throughput"], 1),
       number(d["decode_throughput"], 1),
-      number(d["mean_tpot_ms"], 2),
+      number(d.get("mean_tpot_ms"), 2),
       str(d["requests"]),
       str(d["output_tokens"]),
     )

@@ -184,7 +184,8 @@ def engine(
     target, drafter: as `registry.prepare` makes them.
     settings: of `BatchEngine`.
   """
-  rides = system.prompt_admission == ON
+  # Beside a single request nobody reads a prompt: no passes are made for it.
+  rides = system.prompt_admission == ON and settings.get("slots") != 1
   most = RIDER_CHUNK
   if _few_rows(system, target.kernels):
     # Half of them are for a prompt.

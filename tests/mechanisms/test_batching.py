@@ -246,6 +246,14 @@ class PolicyTest(kit.Float64TestCase):
     plain = BatchPolicy(SystemConfig(), shape(nodes=1))
     self.assertEqual(plain.rows_of(4), (None,))
     self.assertIsNone(plain.plan(LOAD))
+    # Places for prompts, where several requests are decoded.
+    target = kit.build(batch_kit.BASE, "float64")
+    for slots, places in ((2, 8), (1, 0)):
+      made = batching.engine(
+        SystemConfig(prompt_admission="on"), target, None, slots=slots,
+        max_seq_len=64, prefill_chunk=8,
+      )  # fmt: skip
+      self.assertEqual(made.rider_chunk, places)
     # Lengths alone always have drafts.
     alone = BatchPolicy(SystemConfig(dynamic_draft="on"), engine)
     self.assertEqual(alone.rows_of(4), (16, 32, None))
