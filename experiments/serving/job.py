@@ -9,6 +9,7 @@ Stock, decoding one request at a time, then scores the outputs.
 
 import dataclasses
 import functools
+import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -273,7 +274,6 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
   extras: dict[str, dict[str, Any]] = {}
   result["recompiles"] = 0
   for index, level in enumerate(load.levels):
-    # Slots of the level before are free again: nobody has them any more.
     policies = {
       name: _warmed_up(told, name, level, result) for name in settings.systems
     }
@@ -283,7 +283,7 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
     with Progress(f"serve {level.name}", total) as progress:
       for name in list(policies)[:: -1 if index % 2 else 1]:
         key = f"{name}{metrics.AT}{level.name}"
-        policy = policies[name]
+        policy = policies.pop(name)
         held, before = plan.held_bytes(), compilation.num_compilations()
         records[key] = _serve(told, name, level, policy, progress)
         result["recompiles"] += compilation.num_compilations() - before
@@ -294,6 +294,9 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
           "profile": policy.profile.told() if policy.profile else None,
         }
         told.folder.event("served", system=name, level=level.name)
+        # Its slots are free before those of the next level are made.
+        del policy
+        gc.collect()
     clock.lap("serve")
     peaks.note("serve")
   # In the order of the systems, whoever came first under a load.
