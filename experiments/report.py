@@ -195,7 +195,8 @@ def _speed(systems) -> list[Block]:
   for name, s in systems.items():
     paired = s["paired_speedup_vs_ar"]
     interval = "-"
-    if paired and name != metrics.at_level(AR, name):
+    # Requests of a load share passes: their ratios are not independent.
+    if paired and name != metrics.at_level(AR, name) and "level" not in s:
       low, high = paired["ci95"]
       interval = f"{paired['geomean']:.2f} [{low:.2f}, {high:.2f}]"
     same = s["same_output_as_ar"]
@@ -251,12 +252,15 @@ def _speed(systems) -> list[Block]:
       ("milliseconds", "mean", "median", "p90", "p95", "p99", "std"),
       tuple(latency),
     ),
-    Plot("Speed by domain", plots.speed_by_group(systems, "domains", "domain")),
-    Plot(
-      "Speed by output length",
-      plots.speed_by_group(systems, "lengths", "output tokens"),
-    ),
   ]
+  # Of a load a part of the requests has no speed of its own.
+  single = {name: s for name, s in systems.items() if "level" not in s}
+  for title, field, label in (
+    ("Speed by domain", "domains", "domain"),
+    ("Speed by output length", "lengths", "output tokens"),
+  ):
+    if single:
+      blocks.append(Plot(title, plots.speed_by_group(single, field, label)))
   return blocks
 
 
@@ -336,6 +340,7 @@ def _domains(systems) -> list[Block]:
       str(d["loop_requests"]),
       number(d["output_throughput"], 1),
       number(d["decode_throughput"], 1),
+      number(d.get("mean_tpot_ms"), 2),
       str(d["requests"]),
       str(d["output_tokens"]),
     )
@@ -354,6 +359,7 @@ def _domains(systems) -> list[Block]:
     "loops",
     "tok/s",
     "decode tok/s",
+    "mean TPOT ms",
     "requests",
     "tokens",
   )

@@ -167,7 +167,7 @@ class TreeGrowthTest(parameterized.TestCase):
     chosen = policy.Policy("best_first", nodes, 16, nodes)
 
     def run(tokens, scores, count, anchor, limit, depth):
-      return chosen.of_tree(
+      tree = chosen.tree_of(
         draft.Lattice(tokens, scores, count),
         anchor,
         nodes=limit,
@@ -175,6 +175,7 @@ class TreeGrowthTest(parameterized.TestCase):
         valid_vocab=248_077,
         implementation="triton",
       )
+      return tree_lib.nodes_of(tree)
 
     batch = (4,) if nodes == 16 else ()
     given = [
