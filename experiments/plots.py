@@ -303,3 +303,32 @@ def gains(
   axes.set_ylabel("gain over stock, per cent")
   _legend(axes)
   return _png(figure)
+
+
+def forest(
+  groups: Mapping[str, Sequence[tuple[str, float, float, float]]], label: str
+) -> bytes:
+  """Ratios with their intervals, one line each, against a line at 1.
+
+  Args:
+    groups: (name, ratio, lower end, upper end) by what they are over.
+    label: of the horizontal axis.
+  """
+  names = list(dict.fromkeys(n for rows in groups.values() for n, *_ in rows))
+  figure, axes = _axes(height=1.2 + 0.42 * len(names))
+  axes.grid(axis="y", visible=False)
+  axes.grid(axis="x", alpha=0.25)
+  colours = (_COLOURS["stock"], _COLOURS["candidate"], *_OTHERS)
+  for i, (group, rows) in enumerate(groups.items()):
+    at = [names.index(n) + 0.18 * (i - (len(groups) - 1) / 2) for n, *_ in rows]
+    middle, low, high = np.asarray([row[1:] for row in rows]).T
+    axes.errorbar(
+      middle, at, xerr=(middle - low, high - middle), fmt="o", markersize=4,
+      capsize=3, color=colours[i % len(colours)], label=group,
+    )  # fmt: skip
+  axes.axvline(1, color="#888888", linewidth=1)
+  axes.set_yticks(range(len(names)), names)
+  axes.set_ylim(len(names) - 0.5, -0.5)
+  axes.set_xlabel(label)
+  _legend(axes)
+  return _png(figure)
