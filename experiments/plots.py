@@ -9,10 +9,13 @@ from matplotlib.figure import Figure
 
 Systems = Mapping[str, Mapping[str, Any]]
 
-# Distinct for readers with colour-blindness too (Okabe and Ito's palette). A
-# system has one colour in all plots.
+# Distinct for readers with colour-blindness too (Okabe and Ito's palette, then
+# Tol's muted one). A system has one colour in all plots.
 _COLOURS = {"ar": "#888888", "stock": "#0072b2", "candidate": "#d55e00"}
-_OTHERS = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_OTHERS = (
+  "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#117733", "#999933",
+  "#332288",
+)  # fmt: skip
 
 
 def _png(figure: Figure) -> bytes:
@@ -39,14 +42,18 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def _legend(axes) -> None:
-  """Above the plot, where it hides nothing; as many columns as fit."""
+  """Above the plot, where it hides nothing; as many columns as fit, and a
+  figure as high as its lines need."""
   _, labels = axes.get_legend_handles_labels()
   longest = max(map(len, labels), default=0)
+  columns = min(4, max(1, 85 // (longest + 8)))
+  height = axes.figure.get_figheight()
+  axes.figure.set_figheight(height + 0.2 * (-(-len(labels) // columns) - 1))
   axes.legend(
     frameon=False,
     loc="lower left",
     bbox_to_anchor=(0, 1),
-    ncols=min(4, max(1, 85 // (longest + 8))),
+    ncols=columns,
     fontsize=9,
   )
 
@@ -330,5 +337,8 @@ def forest(
   axes.set_yticks(range(len(names)), names)
   axes.set_ylim(len(names) - 0.5, -0.5)
   axes.set_xlabel(label)
-  _legend(axes)
+  # Names may leave little width to the axes.
+  axes.legend(
+    frameon=False, loc="lower right", bbox_to_anchor=(1, 1), fontsize=9
+  )
   return _png(figure)

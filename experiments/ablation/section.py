@@ -76,10 +76,10 @@ def _over(told: Told) -> list[str]:
   return list(dict.fromkeys((told["reference"], told["baseline"])))
 
 
-def _title(told: Told, name: str) -> str:
-  """A system under the label of the arm that stands for it."""
+def _label(told: Told, name: str) -> str:
+  """The arm that a system stands for; its first one."""
   labels = [label for label, system in told["arms"].items() if system == name]
-  return name if name in labels or not labels else f"{labels[0]} ({name})"
+  return labels[0] if labels else name
 
 
 def header_and_rows(
@@ -174,14 +174,17 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 def _intervals(told: Told) -> dict[str, list[tuple[str, float, float, float]]]:
   """Label, ratio and ends of its interval, by what they are over."""
-  groups: dict[str, list[tuple[str, float, float, float]]] = {}
+  # The one that every arm is in comes first, and with it their order.
+  groups: dict[str, list[tuple[str, float, float, float]]] = {
+    f"over {told['baseline']}": []
+  }
   for c in told["comparisons"]:
     if c["tpot_ratio"] is None:
       continue
     level = metrics.at_level("", c["of"])
     of = c["of"].removesuffix(level)
     against = c["against"].removesuffix(level)
-    group, label = f"over {_title(told, against)}", _title(told, of)
+    group, label = f"over {against}", _label(told, of)
     added = told["design"] == MECHANISMS and against != told["baseline"]
     if added:
       # One series of what each mechanism adds to the others.
@@ -195,7 +198,7 @@ def _intervals(told: Told) -> dict[str, list[tuple[str, float, float, float]]]:
     groups.setdefault(group, []).append(
       (label + level, c["tpot_ratio"], *c["ci95"])
     )
-  return groups
+  return {group: rows for group, rows in groups.items() if rows}
 
 
 def blocks(result: Mapping[str, Any]) -> list[Block]:
