@@ -304,9 +304,7 @@ def _chosen(
           f"--ablate={MECHANISMS}: {item.strip()!r}: expected"
           f" {name}={_legal(option)}"
         )
-      settings[name] = (
-        _value(option, value) if equals else known[name][name]
-      )
+      settings[name] = _value(option, value) if equals else known[name][name]
     name = next(iter(settings))
     if name in out:
       raise SpecPilotError(f"--ablate={MECHANISMS}: {name} is given twice")
@@ -319,9 +317,7 @@ def _chosen(
   return out
 
 
-def _of_mechanisms(
-  chosen: Mapping[str, Settings], baseline: str
-) -> Ablation:
+def _of_mechanisms(chosen: Mapping[str, Settings], baseline: str) -> Ablation:
   made = _Arms(baseline)
   pairs = []
   for settings in chosen.values():

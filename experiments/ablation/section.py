@@ -189,9 +189,7 @@ def _intervals(told: Told) -> dict[str, list[tuple[str, float, float, float]]]:
     if added:
       # One series of what each mechanism adds to the others.
       dropped = next(
-        name
-        for name in told["axes"]
-        if told["arms"][ALL_BUT + name] == against
+        name for name in told["axes"] if told["arms"][ALL_BUT + name] == against
       )
       group = "all over all without it"
       label = ",".join(told["axes"][dropped])

@@ -1,54 +1,23 @@
 """The notebooks: stripped, alike in their first cells, and run in a CPU form.
 
 Here they run in this process, on a tiny model; SPECPILOT_FULL=1 runs each as it
-stands, on the model that ships.
+stands, on the model that ships. Those that read a profile are in
+`cost_model/test_job.py`, beside one.
 """
 
-import json
 import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-import ml_dtypes
-import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments import main, results, settings
-from experiments.cost_model import measure, separate
-from specpilot_jax import configs
-from specpilot_jax.checkpoints import hf
-from specpilot_jax.models import target as target_lib
-from tests.checkpoints import builders
-from tests.decoding import kit
-from tests.experiments import tiny
+from experiments import main, settings
+from tests.experiments import books, tiny
+from tests.experiments.books import FOLDER, NAMES, PARAMETERS, Book
 from tests.notes import in_full_form
-
-FOLDER = Path(main.__file__).parent / "notebooks"
-NAMES = (
-  "quick_start", "w12_checkpoint", "tree_budget", "two_level", "round_report",
-)  # fmt: skip
-PARAMETERS = {"tags": ["parameters"]}
-
-Book = dict[str, Any]
-
-
-def read(name: str) -> Book:
-  return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
-
-
-def code(book: Book) -> list[dict[str, Any]]:
-  return [cell for cell in book["cells"] if cell["cell_type"] == "code"]
-
-
-def text(cell: dict[str, Any]) -> str:
-  return "".join(cell["source"])
 
 
 def wrong(book: Book) -> list[str]:
@@ -59,14 +28,15 @@ def wrong(book: Book) -> list[str]:
       found.append(f"cell {index} has an output")
     if cell["metadata"] not in ({}, PARAMETERS):
       found.append(f"cell {index} has metadata {cell['metadata']}")
-    for place in re.findall(
-      r"\w+://|/(?:home|tmp|work|content|root)\b", text(cell)
-    ):
+    places = r"\w+://|/(?:home|tmp|work|content|root)\b"
+    for place in re.findall(places, books.text(cell)):
       found.append(f"cell {index} names {place}")
-  install, device, parameters = code(book)[:3]
-  if "pip" not in text(install) or 'REPOSITORY = ""' not in text(install):
+  install, device, parameters = books.code(book)[:3]
+  address = 'REPOSITORY = ""'
+  if "pip" not in books.text(install) or address not in books.text(install):
     found.append("the first cell of code does not install")
-  if "CPU = False" not in text(device) or "ON_CPU" not in text(device):
+  checks = {"CPU = False", "ON_CPU", "jax.devices()"}
+  if not all(check in books.text(device) for check in checks):
     found.append("the second cell of code does not check the device")
   if parameters["metadata"] != PARAMETERS:
     found.append("the third cell of code is not the parameters")
@@ -83,12 +53,13 @@ def test_these_are_the_notebooks():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_notebooks_are_stripped(name):
-  assert wrong(read(name)) == []
+  assert wrong(books.read(name)) == []
 
 
 def test_first_cells_are_the_same():
   for place in (0, 1):
-    assert len({text(code(read(name))[place]) for name in NAMES}) == 1
+    cells = {books.text(books.code(books.read(n))[place]) for n in NAMES}
+    assert len(cells) == 1
 
 
 @pytest.mark.parametrize(
@@ -105,38 +76,15 @@ def test_first_cells_are_the_same():
   ],
 )
 def test_what_is_wrong_is_seen(place, change, fault):
-  book = read("quick_start")
+  book = books.read("quick_start")
   book["cells"][place] |= change
   assert any(fault in line for line in wrong(book))
-
-
-def translate(source: str) -> str:
-  """Lines that begin with `!`, as IPython has them, as calls of `shell`."""
-  return re.sub(
-    r"^( *)!((?:.*\\\n)*.*)$",
-    lambda m: f"{m[1]}shell(f{m[2].replace(chr(92) + chr(10), ' ')!r})",
-    source,
-    flags=re.M,
-  )
-
-
-def execute(name: str, shell, **changes: Any) -> dict[str, Any]:
-  """Runs a notebook's cells with other parameters; what they defined."""
-  space: dict[str, Any] = {"__name__": "__main__", "shell": shell}
-  for cell in code(read(name)):
-    source = text(cell).replace("CPU = False", "CPU = True")
-    exec(compile(translate(source), f"{name}.ipynb", "exec"), space)
-    if cell["metadata"] == PARAMETERS:
-      assert changes.keys() <= space.keys()
-      space |= changes
-  plt.close("all")
-  return space
 
 
 def test_commands_are_translated():
   said: list[str] = []
   exec(
-    translate("if True:\n  !python -m x --a={A} \\\n    --b\nc = 1\n"),
+    books.translate("if True:\n  !python -m x --a={A} \\\n    --b\nc = 1\n"),
     {"A": 3, "shell": said.append},
   )
   assert [shlex.split(line) for line in said] == [
@@ -144,62 +92,30 @@ def test_commands_are_translated():
   ]
 
 
-def run_here(line: str) -> None:
-  """A command of `experiments.main`, in this process."""
-  program, *args = shlex.split(line)
-  assert [program, *args[:2]] == ["python", "-m", "experiments.main"], line
-  assert tiny.run(*args[2:]) == 0
-
-
-def run_apart(line: str) -> None:
-  args = [sys.executable, *shlex.split(line)[1:]]
-  subprocess.run(args, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_notebook(monkeypatch):
-  monkeypatch.setenv("MPLBACKEND", "Agg")
-  for name in ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE"):
-    monkeypatch.setenv(name, os.environ.get(name, "cpu"))
-  with kit.quick_compilation():
-    yield
-
-
 @pytest.fixture(scope="module", name="model")
 def _model(tmp_path_factory):
-  """A folder with a Llama of one layer whose weights are bfloat16 values."""
-  folder = tmp_path_factory.mktemp("bf16") / "model"
-  config = builders.config(
-    context_length=128, eos_token_ids=(2,), layer_types=(configs.ATTENTION,)
-  )
-  params = {
-    name: np.asarray(value).astype(ml_dtypes.bfloat16)
-    for name, value in target_lib.random_params(config, 0, 1.3).items()
-  }
-  hf.save(folder, config, params, tokenizer_files=builders.tokenizer_files())
-  return folder
+  folder = tmp_path_factory.mktemp("notebooks") / "model"
+  return str(tiny.save_model(folder, layers=1, exact=True))
 
 
 def test_quick_start(place, model, capsys):
-  execute(
+  books.execute(
     "quick_start",
-    run_here,
-    MODEL=str(model),
+    MODEL=model,
     DRAFTER="prompt_lookup",
     PROMPT="the cat",
     MAX_TOKENS=16,
     RUN=place / "run",
   )
   out = capsys.readouterr().out
-  assert out.count("the same tokens: True") == 3
+  assert out.count("the same tokens: True") == 2
   assert "token forcing: candidate pass" in out
 
 
 def test_w12_checkpoint(model, tmp_path, capsys):
-  space = execute(
+  space = books.execute(
     "w12_checkpoint",
-    run_here,
-    SOURCE=str(model),
+    SOURCE=model,
     OUTPUT=tmp_path / "w12",
     PROMPT="the cat",
     MAX_TOKENS=8,
@@ -211,54 +127,8 @@ def test_w12_checkpoint(model, tmp_path, capsys):
   assert all(2 < bits < 3 for bits in space["entropies"].values())
 
 
-def test_two_level_and_tree_budget(place, model, monkeypatch, capsys):
-  """One run, made by the first notebook's command, read by both."""
-  monkeypatch.setattr(separate, "_SECONDS", 0.0)
-  monkeypatch.setattr(separate, "_REPEATS", 2)
-  monkeypatch.setattr(measure, "prepare", lambda: None)
-  shared = {
-    "TARGET": str(model),
-    "DRAFTER": "prompt_lookup",
-    "PROMPTS": str(place / "prompts.jsonl"),
-    "SPLIT": "all",
-    "NUM_PROMPTS": 3,
-    "MAX_TOKENS": 32,
-    "RUN": place / "two_levels",
-  }
-  two = execute("two_level", run_here, **shared)
-  out = capsys.readouterr().out
-  assert "two levels pay" in out or "two levels do not pay" in out
-  assert "drafts accepted: two levels pay from an agreement of" in out
-  assert 0 < two["agreement"]["agreement"] <= 1
-  # What the run says of the ablation is what its report does.
-  result = results.read_result(place / "two_levels")
-  told = result["ablation"]
-  assert told["arms"] == {
-    "verification=one_level": "stock",
-    "verification=two_level": "verification=two_level",
-  }
-  (compared,) = told["comparisons"]
-  assert compared["of"] == "verification=two_level"
-  assert compared["against"] == "stock" and compared["requests"] == 3
-  assert compared["same_output"] == compared["outputs"] == 3
-  low, high = compared["ci95"]
-  assert low < compared["tpot_ratio"] < high
-  report = (place / "two_levels" / "report.md").read_text()
-  assert "Decoding speed of the same requests, with 95 % intervals" in report
-  assert tiny.run("--job=report", f"--output_dir={place / 'two_levels'}") == 0
-  assert (place / "two_levels" / "report.md").read_text() == report
-
-  capsys.readouterr()
-  tree = execute("tree_budget", run_here, **shared)
-  out = capsys.readouterr().out
-  stock = tree["stock"]
-  assert stock["steps_agreeing"] == stock["steps"]
-  assert set(tree["curves"]) >= {"chain", "best_first", "marginal"}
-  assert "16 nodes, depth unlimited: tau" in out and "best budget" in out
-
-
 def test_round_report(capsys):
-  execute("round_report", run_here)
+  books.execute("round_report")
   out = capsys.readouterr().out
   assert "no champion, so nothing was sealed" in out
   assert "tree=best_first,node_budget=16,tree_depth=7" in out
@@ -269,14 +139,14 @@ def test_round_report(capsys):
 def test_commands_are_ones_that_the_program_reads(name, tmp_path, monkeypatch):
   """With the parameters as they stand: flags exist, and fit together."""
   said: list[str] = []
-  book = read(name)
+  book = books.read(name)
   space: dict[str, Any] = {"ON_CPU": False, "shell": said.append}
-  (parameters,) = [c for c in code(book) if c["metadata"] == PARAMETERS]
-  exec(text(parameters), space)
+  (parameters,) = [c for c in books.code(book) if c["metadata"] == PARAMETERS]
+  exec(books.text(parameters), space)
   monkeypatch.chdir(tmp_path)
-  for cell in code(book):
-    if re.search(r"^ *!", text(cell), re.M):
-      exec(translate(text(cell)), space)
+  for cell in books.code(book):
+    if re.search(r"^ *!", books.text(cell), re.M):
+      exec(books.translate(books.text(cell)), space)
   for line in said:
     program, *args = shlex.split(line)
     assert [program, *args[:2]] == ["python", "-m", "experiments.main"]
@@ -289,11 +159,8 @@ def test_commands_are_ones_that_the_program_reads(name, tmp_path, monkeypatch):
 @in_full_form
 @pytest.mark.parametrize("name", NAMES)
 def test_as_it_stands(name, tmp_path, monkeypatch):
-  monkeypatch.setenv(
-    "PYTHONPATH", str(FOLDER.parents[1]) + os.pathsep + os.environ.get(
-      "PYTHONPATH", ""
-    ),
-  )  # fmt: skip
+  monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]), prepend=os.pathsep)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setenv("SPECPILOT_DATA", str(tmp_path / "data"))
   monkeypatch.chdir(tmp_path)
-  execute(name, run_apart)
+  books.execute(name, books.run_apart)
