@@ -201,13 +201,14 @@ def _ablation(*, batch: bool) -> design.Ablation | None:
       f"--ablate is of --job=benchmark and --job=profile, not of {_JOB.value}"
     )
   drafter = _DRAFTER.value != "none"
+  target = _TARGET.value or ""
   return design.parse(
     _ABLATE.value,
     _ABLATE_DESIGN.value or design.GRID,
     baseline=settings.STOCK if drafter else settings.AR,
     drafter=drafter,
     batch=batch,
-    in_fp8=_TARGET.value.lower().startswith(loading.FP8_PREFIX),
+    in_fp8=target.lower().startswith(loading.FP8_PREFIX),
   )
 
 

@@ -98,7 +98,7 @@ def test_systems_beside_stock(profiled):
   assert "Replayed speed by node budget, pass times bf16" in page
 
 
-def test_an_ablation_of_mechanisms(profiled, capsys):
+def test_an_ablation_of_mechanisms(profiled):
   result = results.read_result(profiled)
   told = result["ablation"]
   # What is left of two without one is the other, which does not run twice.
@@ -126,6 +126,18 @@ def test_an_ablation_of_mechanisms(profiled, capsys):
   text = (profiled / "report.md").read_text()
   assert "| mechanism | alone tok/s" in text
   assert "Decoding speed of the same requests, with 95 % intervals" in text
+
+
+def test_a_doctored_ablation_is_refused(profiled, tmp_path, capsys):
+  copy = tmp_path / "run"
+  shutil.copytree(profiled, copy)
+  result = results.read_result(copy)
+  result["ablation"]["comparisons"][0]["tpot_ratio"] *= 1.01
+  results.write_result(copy, result)
+  assert tiny.run("--job=report", f"--output_dir={copy}") == 2
+  err = capsys.readouterr().err
+  assert "the comparisons of the ablation are not those of" in err
+  assert err.count("\n") == 1
 
 
 def test_notebooks_read_the_run(place, profiled, capsys):
