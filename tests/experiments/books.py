@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,7 @@ def nothing_to_run(line: str) -> None:
 
 def run_apart(line: str) -> None:
   """A command in a process of its own, as a notebook runs it."""
-  args = [sys.executable, *shlex.split(line)[1:]]
-  subprocess.run(args, check=True)
+  subprocess.run(shlex.split(line), check=True)
 
 
 def execute(

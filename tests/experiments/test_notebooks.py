@@ -8,6 +8,7 @@ stands, on the model that ships. Those that read a profile are in
 import os
 import re
 import shlex
+import sys
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def test_commands_are_ones_that_the_program_reads(name, tmp_path, monkeypatch):
   """With the parameters as they stand: flags exist, and fit together."""
   said: list[str] = []
   book = books.read(name)
-  space: dict[str, Any] = {"ON_CPU": False, "shell": said.append}
+  space: dict[str, Any] = {"sys": sys, "ON_CPU": False, "shell": said.append}
   (parameters,) = [c for c in books.code(book) if c["metadata"] == PARAMETERS]
   exec(books.text(parameters), space)
   monkeypatch.chdir(tmp_path)
@@ -149,7 +150,7 @@ def test_commands_are_ones_that_the_program_reads(name, tmp_path, monkeypatch):
       exec(books.translate(books.text(cell)), space)
   for line in said:
     program, *args = shlex.split(line)
-    assert [program, *args[:2]] == ["python", "-m", "experiments.main"]
+    assert [program, *args[:2]] == [sys.executable, "-m", "experiments.main"]
     with flagsaver.flagsaver():
       flags.FLAGS(settings.expand_flag_files(["main", *args[2:]]))
       assert main.read_settings().systems
