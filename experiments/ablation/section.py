@@ -22,8 +22,10 @@ DEFINITION = (
   " comparison, in one process; promotion is the controller's paired test."
 )
 _UNDER_LOAD = (
-  "Requests of a load share passes, so that they are not independent: these"
-  " intervals are too narrow."
+  "Each system served a load once, one after the other, and requests of a load"
+  " share passes: the intervals are of requests within these servings. What the"
+  " machine did from one to the next is in the ratios and not in the intervals;"
+  " repeat the run before believing them."
 )
 _DESIGNS = {
   GRID: "every combination of the values",
@@ -169,7 +171,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
   told = result["ablation"]
   if not told["comparisons"]:
     return [f"{_headline(told)}: nothing was decoded to compare"]
-  return [_headline(told), table(*header_and_rows(result)), *_diverged(told)]
+  out = [_headline(told), table(*header_and_rows(result)), *_diverged(told)]
+  return [*out, f"note: {_UNDER_LOAD}"] if any(_levels(told)) else out
 
 
 def _intervals(told: Told) -> dict[str, list[tuple[str, float, float, float]]]:
