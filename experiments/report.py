@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import forcing, metrics, plan, plots, results
+from experiments.ablation import compare as ablation
+from experiments.ablation import section as ablation_section
 from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
 from experiments.controller import section as paired_section
@@ -122,6 +124,14 @@ def _check_figures(path: Path, result, records) -> None:
           f"{path}: {field!r} of {name} is not that of {results.RESULT}; one"
           " of the two files was changed"
         )
+  told = result["ablation"]
+  if told:
+    again = ablation.comparisons(told["pairs"], records)
+    if not _agree(results.to_json(again), told["comparisons"]):
+      raise SpecPilotError(
+        f"{path}: the comparisons of the ablation are not those of"
+        f" {results.RESULT}; one of the two files was changed"
+      )
   if systems and results.sha256(path) != result["requests_sha256"]:
     raise SpecPilotError(
       f"{path}: not the file that {results.RESULT} was made from (its SHA-256"
@@ -152,6 +162,8 @@ def _blocks(result, records) -> list[Block]:
   blocks += [Text(f"Note: {note}") for note in result["notes"]]
   if systems:
     blocks += serving_section.blocks(systems)
+    if result["ablation"]:
+      blocks += ablation_section.blocks(result)
     blocks += _speed(systems)
     blocks += _acceptance(systems, records)
   if result["round"]:

@@ -27,6 +27,7 @@ from experiments import (
   results,
   timed,
 )
+from experiments.ablation import compare as ablation
 from experiments.console import Progress, say, table
 from experiments.serving import drive, section
 from experiments.serving.arrivals import Level
@@ -218,6 +219,8 @@ def run(settings: Settings, load: LoadSettings) -> int:
       deadline=clock.deadline,
     )
     records = _measure(told, result, clock, peaks)
+    if settings.ablation:
+      result["ablation"] = ablation.result_of(settings.ablation, records)
     result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
     result["notes"] = benchmark.notes_of(result, model)
     result["notes"] += section.notes(result["systems"])
