@@ -121,6 +121,14 @@ def define_controller_flags() -> Reader:
     "max_device_s", None, "Seconds of work of a round at most, all slices."
   )
   max_usd = flags.DEFINE_float("max_usd", None, "Money of a round at most.")
+  round_prompts = flags.DEFINE_integer(
+    "round_prompts", None, "In a round, in the place of --num_prompts: 3 to"
+    " warm up with and two per unit of a test.", lower_bound=1,
+  )  # fmt: skip
+  round_tokens = flags.DEFINE_integer(
+    "round_tokens", None, "In a round, in the place of --max_tokens.",
+    lower_bound=1,
+  )  # fmt: skip
   long_requests = flags.DEFINE_integer(
     "sealed_long_requests", 4, "Long outputs of the sealed test.",
     lower_bound=1,
@@ -161,6 +169,8 @@ def define_controller_flags() -> Reader:
       max_device_s=max_device_s.value,
       max_usd=max_usd.value,
       devices=hosts.parse(devices.value),
+      prompts=round_prompts.value,
+      tokens=round_tokens.value,
       sealed=Sealed(
         long_requests=long_requests.value, long_tokens=long_tokens.value
       ),

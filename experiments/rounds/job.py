@@ -56,6 +56,7 @@ class RoundSettings:
     sealed: the last test.
     devices: indices. Screenings run on all side by side, tests on the first
       two, swapped; none is JAX's choice.
+    prompts, tokens: of each set, and of an output, in the place of the run's.
   """
 
   agents: tuple[str, ...] = ("memory", "search")
@@ -73,6 +74,17 @@ class RoundSettings:
   max_usd: float | None = None
   sealed: Sealed = Sealed()
   devices: tuple[int, ...] = ()
+  prompts: int | None = None
+  tokens: int | None = None
+
+  def settings(self, settings: Settings) -> Settings:
+    """A run's settings as the sessions of the round have them."""
+    if self.prompts is not None:
+      settings = dataclasses.replace(settings, num_prompts=self.prompts)
+    if self.tokens is not None:
+      sampling = dataclasses.replace(settings.sampling, max_tokens=self.tokens)
+      settings = dataclasses.replace(settings, sampling=sampling)
+    return settings
 
   def __post_init__(self):
     unknown = [name for name in self.agents if name not in AGENTS]
@@ -217,6 +229,7 @@ def run(settings: Settings, told: RoundSettings) -> int:
     taken up where it ended.
   """
   started = time.monotonic()
+  settings = told.settings(settings)
   start = _champion(told)
   # A damaged memory is told now, not at the end.
   agents = _agents(settings, told, Store())
@@ -323,7 +336,17 @@ def _told(result: Any) -> str:
   shown = {
     k: round(v, 4) if isinstance(v, float) else v
     for k, v in result.items()
-    if k in ("tau", "kernel", "overhead", "mean", "gain", "kind", "reason")
+    if k
+    in (
+      "tau",
+      "kernel",
+      "overhead",
+      "mean",
+      "gain",
+      "bound",
+      "kind",
+      "reason",
+    )
     and v != ""
   }
   return ", ".join(f"{k} {v}" for k, v in shown.items())

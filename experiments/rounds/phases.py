@@ -68,6 +68,11 @@ class World(Protocol):
     """`patch` over the base of both, or `conflict`."""
     ...
 
+  def replayed(self, system: System, against: System) -> dict[str, Any]:
+    """The evidence that costs no device: `bound` of the gain by exact replay,
+    None where a replay says nothing; see `evidence.bound`."""
+    ...
+
   def screen(self, system: System, against: System, units: int) -> dict:
     """A short timing: `kind` (ok, refused, infra), `reason`, `gain`, `upper`
     (bound of the gain), `identical`, `outputs`."""
@@ -298,6 +303,13 @@ class Round:
     wrong = self._do(f"check/{place}", lambda: self._world.check(system))
     if wrong is not None:
       return _refused(proposal.task, proposal, "refused", wrong)
+    replayed = self._do(
+      f"replayed/{place}", lambda: self._world.replayed(system, start)
+    )
+    most = replayed["bound"]
+    if most is not None and most < GATE:
+      told = f"by exact replay {most:+.1%} at most"
+      return _refused(proposal.task, proposal, "floor", told, most)
     if proposal.patch:
       # With its option off a patched tree is stock.
       off = {"options": start["options"], "patch": system["patch"]}

@@ -73,6 +73,9 @@ class World:
       return {"conflict": "x.py: both patches change the same place"}
     return {"patch": champion["patch"] or patch}
 
+  def replayed(self, system, against) -> dict[str, Any]:
+    return {"bound": None}
+
   def screen(self, system, against, units) -> dict[str, Any]:
     self._pay(f"screen {system['options']} {units}")
     if "f=1" in system["options"].split(","):
