@@ -5,9 +5,12 @@ engine knows of this: functions of its modules are replaced in that process.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
+
+from experiments.faults import batched
 
 LATE = 2_048
 """Token from which late faults act."""
@@ -306,6 +309,11 @@ def _level_one_unverified(size: float) -> None:
   _replace(step.StepFns, "_verify", faulty)
 
 
+def _batched(name: str, size: float) -> None:
+  del size
+  batched.inject(name)
+
+
 _FAULTS = {
   "none": lambda size: None,
   "logit_bias_after_2048": _late_bias,
@@ -323,7 +331,7 @@ _FAULTS = {
   "w12_lists_dropped": _lists_dropped,
   "w12_base_off_by_one": _base_off_by_one,
   "level_one_unverified": _level_one_unverified,
-}
+} | {name: functools.partial(_batched, name) for name in batched.NAMES}
 NAMES = tuple(_FAULTS)
 
 

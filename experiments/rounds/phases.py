@@ -47,6 +47,11 @@ class World(Protocol):
   @property
   def parallel(self) -> int: ...
 
+  @property
+  def noise(self) -> str:
+    """Of the machine, the code and the design whose A/A sessions count."""
+    ...
+
   def device(self) -> contextlib.AbstractContextManager[Slot | None]:
     """A device for an agent, leased to it; None where none was named."""
     ...
@@ -185,10 +190,13 @@ class Round:
     """
     start = dict(self._plan.champion)
     factors = self._do("factors", lambda: self._world.factors(start))
-    for i in range(self._plan.aa_sessions):
-      self._measured(f"aa/{i}", self._world.aa, trials=0)
     tasks = self._tasks(factors, start)
     validated = self._explore(tasks, start)
+    # Screenings have no gate. Of another machine the noise is another one: a
+    # round that goes on there measures it there.
+    for i in range(self._plan.aa_sessions):
+      key = f"aa/{self._world.noise}/{i}"
+      self._measured(key, self._world.aa, trials=0)
     champion, accepted = self._integrate(validated, start)
     kernels = [t for t in tasks if t.factor == "kernel"]
     champion, tuned = self._tune(kernels, champion, factors)

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ class _Nothing:
   paid = False
   parallel = 1
 
-  def __init__(self, name: str = ""):
-    self.name = name
+  def __init__(self, name: str = "", noise: str = ""):
+    self.name, self.noise = name, noise
 
   def device(self) -> contextlib.AbstractContextManager[Slot | None]:
     return contextlib.nullcontext()
@@ -63,8 +63,11 @@ class _Nothing:
     return self._absent(task)
 
 
-def _nobody() -> Any:
-  return _Nothing()
+def _nobody(keys: Sequence[str]) -> Any:
+  """The world: of several machines the noise is the last one's, whose A/A
+  sessions are all there."""
+  marks = [k.split("/")[1] for k in keys if k.startswith("aa/")]
+  return _Nothing(noise=marks[-1] if marks else "")
 
 
 def decided(told: Mapping[str, Any], noise: float | None) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def replay(folder: Path) -> Replayed:
   stages = {int(k.split("/")[3]) for k in keys if k.startswith("screen/")}
   plan = Plan(
     directions=[(d["factor"], d["option"]) for d in told["directions"]],
-    aa_sessions=len({k.split("/")[1] for k in keys if k.startswith("aa/")}),
+    aa_sessions=len({k.split("/")[2] for k in keys if k.startswith("aa/")}),
     # Their number counts: how many units each had is in the results.
     screen_units=(1,) * (1 + max(stages, default=0)),
     champion=told["start"],
@@ -168,7 +171,7 @@ def replay(folder: Path) -> Replayed:
   with tempfile.TemporaryDirectory(prefix="specpilot-replay-") as place:
     path = Path(place) / LOG
     path.write_text("".join(json.dumps(_again(x, noise)) + "\n" for x in lines))
-    again, nobody = Log(path), _nobody()
+    again, nobody = Log(path), _nobody(keys)
     try:
       outcome = Round(
         again, nobody, [_Nothing(name) for name in names], Budget(again),

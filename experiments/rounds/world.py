@@ -93,6 +93,10 @@ class LabWorld:
   def parallel(self) -> int:
     return 1 if self._explorers is None else len(self._explorers)
 
+  @property
+  def noise(self) -> str:
+    return self.lab().sessions.path.stem[:12]
+
   def device(self) -> contextlib.AbstractContextManager[Slot | None]:
     if self._explorers is not None:
       return self._explorers.device()
@@ -244,6 +248,7 @@ class LabWorld:
       "acceptance": tau,
       "of": "stock" if not own else own,
       "kernel_classes": classes,
+      "stock_over_ar": result["systems"][STOCK].get("speedup_vs_ar"),
       "profile": where.name,
     }
 

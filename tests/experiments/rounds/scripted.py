@@ -40,6 +40,10 @@ class World:
   def parallel(self) -> int:
     return 1
 
+  @property
+  def noise(self) -> str:
+    return "scripted"
+
   def device(self) -> contextlib.AbstractContextManager[Slot | None]:
     return contextlib.nullcontext()
 
