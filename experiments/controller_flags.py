@@ -95,6 +95,9 @@ def define_controller_flags() -> Reader:
   proposals = flags.DEFINE_string(
     "proposals", None, "Of the agent replay: JSON lines, one proposal each."
   )
+  options = flags.DEFINE_list(
+    "search_options", [], "Options that the agent search tries; all by default."
+  )
   champion = flags.DEFINE_string(
     "champion", None, "Folder of a finished round whose champion is the start."
   )
@@ -171,6 +174,7 @@ def define_controller_flags() -> Reader:
       devices=hosts.parse(devices.value),
       prompts=round_prompts.value,
       tokens=round_tokens.value,
+      options=tuple(options.value),
       sealed=Sealed(
         long_requests=long_requests.value, long_tokens=long_tokens.value
       ),

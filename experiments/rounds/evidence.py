@@ -4,8 +4,8 @@ Recorded lattices say exactly what another chain or tree would have accepted,
 without a device; the recorded requests are few, so that the one-sided 95 %
 bound over them counts. What its steps would take is not known; but a pass of no
 fewer rows is no faster, and one of fewer rows takes no less than that of a
-single one. Both together bound the gain. What cannot gain `phases.GATE` is not
-timed.
+single one and the drafter's. Both together bound the gain. What cannot gain
+`phases.GATE` is not timed.
 """
 
 import math
@@ -39,9 +39,9 @@ def bound(
   Returns:
     `tau` and `rows` of both, and `bound`: the upper bound of tau / tau' over
     requests, times t' / t, less 1, where t is t' for a pass of no fewer rows
-    and that of the autoregressive step otherwise. None where a replay says
-    nothing: other options differ, there are no lattices of two requests, a
-    limit is beyond them, or no step was timed.
+    and that of the autoregressive step and the drafter otherwise. None where a
+    replay says nothing: other options differ, there are no lattices of two
+    requests, a limit is beyond them, or no step was timed.
   """
   options = [registry.assignments(s) for s in (system, against)]
   other = [n for n in options[0] if options[0][n] != options[1][n]]
@@ -62,7 +62,8 @@ def bound(
     steps = _steps(results.read_result(profile))
     if steps is None:
       return None
-    faster = max(1.0, steps["stock"] / steps["ar"])
+    least = steps["ar"] + steps["drafter"]
+    faster = max(1.0, steps["stock"] / least)
   found = [replay.replay(recordings, p) for _, p in (mine, base)]
   taus = [np.array([sum(e) / len(e) for e in x.emitted]) for x in found]
   upper = -statistics.t_bound(np.log(taus[1] / taus[0]))
@@ -75,10 +76,11 @@ def bound(
 
 
 def _steps(result: Mapping[str, Any]) -> dict[str, float] | None:
-  """Measured step times in microseconds of `ar` and `stock`."""
-  found = {}
+  """Step times in microseconds of `ar` and `stock`, and the drafter's share."""
+  model = result["cost_model"]
+  found = {"drafter": model["classes"]["drafter"]["measured_us"]}
   for name in ("ar", "stock"):
-    told = result["cost_model"]["systems"].get(name)
+    told = model["systems"].get(name)
     if told is None or told["measured_step_us"] is None:
       return None
     found[name] = told["measured_step_us"]

@@ -57,6 +57,7 @@ class RoundSettings:
     devices: indices. Screenings run on all side by side, tests on the first
       two, swapped; none is JAX's choice.
     prompts, tokens: of each set, and of an output, in the place of the run's.
+    options: that the agent search tries; none for all.
   """
 
   agents: tuple[str, ...] = ("memory", "search")
@@ -76,6 +77,7 @@ class RoundSettings:
   devices: tuple[int, ...] = ()
   prompts: int | None = None
   tokens: int | None = None
+  options: tuple[str, ...] = ()
 
   def settings(self, settings: Settings) -> Settings:
     """A run's settings as the sessions of the round have them."""
@@ -120,7 +122,7 @@ def _agents(
     if name == Recall.name:
       made.append(_recall(settings, store))
     elif name == "search":
-      made.append(_search(settings))
+      made.append(_search(settings, told.options))
     elif name == "replay":
       assert told.proposals is not None
       made.append(Replay.read(told.proposals))
@@ -160,10 +162,11 @@ def _recall(settings: Settings, store: Store) -> Recall:
   return recall
 
 
-def _search(settings: Settings) -> Search:
+def _search(settings: Settings, names: Sequence[str]) -> Search:
   return Search(
     sampled=settings.sampling.temperature > 0,
     drafter=settings.drafter != "none",
+    names=names or None,
   )
 
 
