@@ -11,6 +11,7 @@ from experiments import hosts
 from experiments import settings as settings_lib
 from experiments.agents.protocol import Limits
 from experiments.controller.statistics import WANTED_SESSIONS
+from experiments.rounds.cluster import ClusterSettings
 from experiments.rounds.job import AGENTS, RoundSettings
 from experiments.rounds.world import Sealed
 from experiments.settings import Settings
@@ -92,6 +93,10 @@ def define_controller_flags() -> Reader:
     "agent_readable", [], "Files and folders that the agent command may read"
     " beside its own, the system and Python: where it is installed.",
   )  # fmt: skip
+  model = flags.DEFINE_string(
+    "agent_model", None, "Of the agent llm: PROVIDER:MODEL, as pydantic-ai"
+    " names them; its key is in the environment.",
+  )  # fmt: skip
   proposals = flags.DEFINE_string(
     "proposals", None, "Of the agent replay: JSON lines, one proposal each."
   )
@@ -117,6 +122,13 @@ def define_controller_flags() -> Reader:
     "agent_workers", None, "Tasks that agents work on side by side; by default"
     " one, or one per device.", lower_bound=1,
   )  # fmt: skip
+  cluster = flags.DEFINE_string(
+    "cluster", None, "Ray cluster on whose devices a round explores: HOST:PORT,"
+    " auto, or local for one on this host.",
+  )  # fmt: skip
+  actors = flags.DEFINE_integer(
+    "cluster_actors", 2, "Devices of the cluster that explore.", lower_bound=1
+  )
   max_trials = flags.DEFINE_integer(
     "max_trials", None, "Sessions of a round at most."
   )
@@ -160,6 +172,7 @@ def define_controller_flags() -> Reader:
       command=command.value,
       environment=tuple(variables.value),
       readable=tuple(map(Path, readable.value)),
+      model=model.value,
       proposals=_path(proposals.value),
       champion=_path(champion.value),
       aa_sessions=aa_sessions.value or WANTED_SESSIONS,
@@ -175,6 +188,9 @@ def define_controller_flags() -> Reader:
       prompts=round_prompts.value,
       tokens=round_tokens.value,
       options=tuple(options.value),
+      cluster=None
+      if cluster.value is None
+      else ClusterSettings(address=cluster.value, actors=actors.value),
       sealed=Sealed(
         long_requests=long_requests.value, long_tokens=long_tokens.value
       ),

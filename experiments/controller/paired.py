@@ -243,7 +243,7 @@ def measure(
       # Which starts first is drawn: the first idles while the other starts.
       before: dict[str, float] = {}
       order = [(STOCK, held), (CANDIDATE, guest)]
-      stock_first = bool(rng.random() < 0.5)
+      stock_first = rng.random() < 0.5
       if not stock_first:
         order.reverse()
       if bench.together:

@@ -180,6 +180,7 @@ def _stash_of_a_mate() -> None:
 def _slot_keeps_state() -> None:
   """A slot's next request begins with the recurrent state of its last."""
   from specpilot_jax.decoding.batch.step import BatchFns
+  from specpilot_jax.models.state import GDNState
 
   right = BatchFns.admit
 
@@ -187,7 +188,7 @@ def _slot_keeps_state() -> None:
     new = right(self, slots, slot, *rest)
     layers = tuple(
       dataclasses.replace(fresh, recurrent=old.recurrent)
-      if hasattr(fresh, "recurrent")
+      if isinstance(fresh, GDNState)
       else fresh
       for fresh, old in zip(
         new.carry.target.layers, slots.carry.target.layers, strict=True

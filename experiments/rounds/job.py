@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments import benchmark, devices, hosts, report, results
 from experiments.agents.command import Command
+from experiments.agents.llm import LLM
 from experiments.agents.protocol import Agent, Limits, Session, Task
 from experiments.agents.recall import PORT, Recall
 from experiments.agents.replay import Replay
@@ -20,6 +21,7 @@ from experiments.controller.lab import Lab
 from experiments.environment import cpu_model
 from experiments.rounds import reuse
 from experiments.rounds import section as round_section
+from experiments.rounds.cluster import ClusterSettings
 from experiments.rounds.log import Budget, BudgetSpent, Log
 from experiments.rounds.phases import STOCK, Plan, Round
 from experiments.rounds.world import LabWorld, Sealed
@@ -31,7 +33,9 @@ from specpilot_jax import loading
 from specpilot_jax.errors import SpecPilotError
 
 LOG = "round.jsonl"
-AGENTS = ("memory", "search", "replay", "command")
+AGENTS = ("memory", "search", "replay", "command", "llm")
+CODERS = (Command, LLM)
+"""Agents that write code: they are asked about open tasks and ports."""
 LIMITS = ("max_wall_s", "max_trials", "max_device_s", "max_usd")
 UNMARKED = (*LIMITS, "agent_workers", "workers")
 """Flags and settings that may differ when a round is taken up again."""
@@ -46,6 +50,7 @@ class RoundSettings:
       first in any case.
     command: of the agent `command`.
     environment, readable: of the agent `command`, see there.
+    model: of the agent `llm`.
     proposals: JSON lines, of the agent `replay`.
     champion: folder of a finished round whose champion is the start.
     aa_sessions: that the gate needs.
@@ -58,12 +63,14 @@ class RoundSettings:
       two, swapped; none is JAX's choice.
     prompts, tokens: of each set, and of an output, in the place of the run's.
     options: that the agent search tries; none for all.
+    cluster: on which screenings run; None for the devices of this host.
   """
 
   agents: tuple[str, ...] = ("memory", "search")
   command: str | None = None
   environment: tuple[str, ...] = ()
   readable: tuple[Path, ...] = ()
+  model: str | None = None
   proposals: Path | None = None
   champion: Path | None = None
   aa_sessions: int = 8
@@ -78,6 +85,7 @@ class RoundSettings:
   prompts: int | None = None
   tokens: int | None = None
   options: tuple[str, ...] = ()
+  cluster: ClusterSettings | None = None
 
   def settings(self, settings: Settings) -> Settings:
     """A run's settings as the sessions of the round have them."""
@@ -98,9 +106,15 @@ class RoundSettings:
     for name, value, flag in (
       ("command", self.command, "--agent_command=COMMAND"),
       ("replay", self.proposals, "--proposals=FILE"),
+      ("llm", self.model, "--agent_model=PROVIDER:MODEL"),
+      ("llm", self.limits.usd, "--agent_usd=AMOUNT, since it spends money"),
     ):
       if name in self.agents and value is None:
         raise SpecPilotError(f"agent {name} needs {flag}")
+    if self.cluster is not None and not self.devices:
+      raise SpecPilotError(
+        "--cluster needs --devices, on which tests run while nothing explores"
+      )
     if not self.screen_units or min(self.screen_units) < 1:
       raise SpecPilotError("screen_units must be whole numbers from 1 on")
 
@@ -126,6 +140,8 @@ def _agents(
     elif name == "replay":
       assert told.proposals is not None
       made.append(Replay.read(told.proposals))
+    elif name == "llm":
+      made.append(LLM(told.model, tree.read_base()))
     else:
       assert told.command is not None
       made.append(
@@ -172,7 +188,7 @@ def _search(settings: Settings, names: Sequence[str]) -> Search:
 
 def _port_tasks(agents: Sequence[Agent]) -> dict[tuple[str, str], str]:
   """Entries that do not go onto these sources, for agents that write code."""
-  if not any(isinstance(agent, Command) for agent in agents):
+  if not any(isinstance(agent, CODERS) for agent in agents):
     return {}
   recalls = [agent for agent in agents if isinstance(agent, Recall)]
   return {key: text for r in recalls for key, text in r.port_tasks().items()}
@@ -204,9 +220,7 @@ class _Patient:
     agent = self._agent
     if isinstance(agent, Replay) and task.id not in agent.tasks:
       return Session(proposals=())
-    if isinstance(agent, Command) and not (task.option or PORT).startswith(
-      PORT
-    ):
+    if isinstance(agent, CODERS) and not (task.option or PORT).startswith(PORT):
       return Session(proposals=())
     return agent.propose(task, workspace, limits)
 
@@ -243,8 +257,9 @@ def run(settings: Settings, told: RoundSettings) -> int:
 
   slots = hosts.slots(told.devices)
   with LabWorld(
-    settings, folder, told.sealed, aa_sessions=told.aa_sessions, slots=slots
-  ) as world:
+    settings, folder, told.sealed, aa_sessions=told.aa_sessions, slots=slots,
+    cluster=told.cluster,
+  ) as world:  # fmt: skip
     # Settings that are refused leave no folder behind.
     lab = world.open()
     log = Log(folder / LOG, _tell)

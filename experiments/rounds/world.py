@@ -27,6 +27,7 @@ from experiments.controller.lab import Lab
 from experiments.controller.process import EngineFault
 from experiments.hosts import Slot
 from experiments.rounds import evidence
+from experiments.rounds.cluster import Cluster, ClusterSettings
 from experiments.rounds.explorers import Explorers
 from experiments.rounds.phases import STOCK as STOCK_SYSTEM
 from experiments.rounds.phases import System
@@ -66,6 +67,7 @@ class LabWorld:
     slots: devices. On the first two tests run, swapped, and nothing else on the
       host meanwhile; on several, screenings run side by side, in a process and
       with a lease each. None is JAX's choice, without leases.
+    cluster: on whose actors screenings run instead; None for none.
   """
 
   def __init__(
@@ -76,6 +78,7 @@ class LabWorld:
     *,
     aa_sessions: int = statistics.WANTED_SESSIONS,
     slots: Sequence[Slot] = (),
+    cluster: ClusterSettings | None = None,
   ):
     self._settings, self._folder = settings, folder
     self._slots = tuple(slots)
@@ -84,9 +87,12 @@ class LabWorld:
     self._aa_sessions = aa_sessions
     self._labs: dict[str, Lab] = {}
     self._stack = contextlib.ExitStack()
-    self._explorers: Explorers | None = None
-    if len(self._slots) > 1:
-      make = functools.partial(on_device, settings, folder, sealed)
+    self._explorers: Explorers | Cluster | None = None
+    make = functools.partial(on_device, settings, folder, sealed)
+    if cluster is not None:
+      own = self._slots[0] if self._slots else None
+      self._explorers = self._stack.enter_context(Cluster(make, cluster, own))
+    elif len(self._slots) > 1:
       self._explorers = self._stack.enter_context(Explorers(self._slots, make))
 
   @property
