@@ -119,9 +119,9 @@ def strip(files: Mapping[str, bytes]) -> dict[str, bytes]:
 def proposals(files: Mapping[str, bytes]) -> list[Proposal]:
   """What a round over the stripped sources is to judge.
 
-  A mechanism that was found before, as code, with trees of so few rows as pay on
-  a processor; and a cheat that would be faster: it takes a draft that nothing
-  verified.
+  A mechanism that was found before, as code, with trees of so few rows as pay
+  on a processor; and a cheat that would be faster: it takes a draft that
+  nothing verified.
   """
   base = strip(files)
   narrow = _replaced(files[POLICY].decode(), *ENVELOPES)

@@ -26,11 +26,15 @@ def test_the_device_of_an_actor():
       slot_of(0, visible, gpus)
 
 
+def _no_world(slot):
+  raise AssertionError(f"nothing explores on {slot}")
+
+
 def test_what_a_cluster_needs(monkeypatch):
   with pytest.raises(SpecPilotError, match="--cluster needs --devices"):
     job.RoundSettings(cluster=ClusterSettings())
   with pytest.raises(SpecPilotError, match="got 0"):
-    Cluster(explored.child, ClusterSettings(actors=0))
+    Cluster(_no_world, ClusterSettings(actors=0))
   monkeypatch.setitem(__import__("sys").modules, "ray", None)
   with pytest.raises(SpecPilotError, match="needs the extra cluster"):
     cluster_lib._library()
