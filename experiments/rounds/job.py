@@ -15,6 +15,7 @@ from experiments.agents.protocol import Agent, Limits, Session, Task
 from experiments.agents.recall import PORT, Recall
 from experiments.agents.replay import Replay
 from experiments.agents.search import Search
+from experiments.agents.tiles import Tiles, preset_of
 from experiments.console import say
 from experiments.controller import noise, paired_test, tree
 from experiments.controller.lab import Lab
@@ -31,9 +32,10 @@ from memory.schema import Fingerprint
 from memory.store import Store
 from specpilot_jax import loading
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models.drafters import config as drafter_configs
 
 LOG = "round.jsonl"
-AGENTS = ("memory", "search", "replay", "command", "llm")
+AGENTS = ("memory", "search", "tiles", "replay", "command", "llm")
 CODERS = (Command, LLM)
 """Agents that write code: they are asked about open tasks and ports."""
 LIMITS = ("max_wall_s", "max_trials", "max_device_s", "max_usd")
@@ -137,6 +139,8 @@ def _agents(
       made.append(_recall(settings, store))
     elif name == "search":
       made.append(_search(settings, told.options))
+    elif name == "tiles":
+      made.append(_tiles(settings))
     elif name == "replay":
       assert told.proposals is not None
       made.append(Replay.read(told.proposals))
@@ -186,6 +190,18 @@ def _search(settings: Settings, names: Sequence[str]) -> Search:
   )
 
 
+def _tiles(settings: Settings) -> Tiles:
+  """Of a card's deployment with a drafter; one that says nothing otherwise."""
+  preset = preset_of(settings.target)
+  if settings.card is None or settings.drafter == "none":
+    preset = None
+  slots = 0
+  if preset is not None:  # A widened drafter keeps the block of its kind.
+    known = {name.lower(): name for name in drafter_configs.PRESETS}
+    slots = drafter_configs.PRESETS[known[preset.lower()]].num_slots
+  return Tiles(tree.read_base(), preset, slots)
+
+
 def _port_tasks(agents: Sequence[Agent]) -> dict[tuple[str, str], str]:
   """Entries that do not go onto these sources, for agents that write code."""
   if not any(isinstance(agent, CODERS) for agent in agents):
@@ -201,6 +217,8 @@ def _directions(
   for agent in agents:
     if isinstance(agent, Search | Recall):
       found |= dict.fromkeys(agent.tasks())
+    elif isinstance(agent, Tiles):
+      found["kernel", None] = None  # Which lets phase 3 begin.
     elif isinstance(agent, Replay):
       for task in agent.tasks:
         factor, _, option = task.partition("/")

@@ -319,10 +319,14 @@ class Round:
       told = f"by exact replay {most:+.1%} at most"
       return _refused(proposal.task, proposal, "floor", told, most)
     if proposal.patch:
-      # With its option off a patched tree is stock.
-      off = {"options": start["options"], "patch": system["patch"]}
+      # With its option off a patched tree is stock. What has no option of its
+      # own (a table of tiles) is for the champion's: off, they are stock's.
+      own = system["options"] != start["options"]
+      without = start["options"] if own else STOCK["options"]
+      off = {"options": without, "patch": system["patch"]}
+      base = {"options": without, "patch": start["patch"]}
       result = self._measured(
-        f"off/{place}", lambda: self._world.screen(off, start, 1)
+        f"off/{place}", lambda: self._world.screen(off, base, 1)
       )
       wrong = _not_stock(result)
       if wrong is not None:
