@@ -370,13 +370,15 @@ class Round:
     merged = self._do(
       f"stack/{step}", lambda: self._world.merge(champion, proposal.patch)
     )
-    if "conflict" in merged:
+    patch = merged.get("patch")
+    if patch is None:
+      patch = self._merged(proposal, champion, merged["conflict"])
+    if patch is None:
       self._verdict(proposal, "conflict", merged["conflict"])
       return dict(champion), False
     system = {
-      "options": join([champion["options"], proposal.options]),
-      "patch": merged["patch"],
-    }
+      "options": join([champion["options"], proposal.options]), "patch": patch
+    }  # fmt: skip
     if system == champion:
       self._verdict(proposal, "inert", "the champion has it already")
       return system, False
@@ -384,11 +386,38 @@ class Round:
     if wrong is not None:
       self._verdict(proposal, "conflict", wrong)
       return dict(champion), False
+    if proposal.patch and champion["patch"]:
+      # Each was stock with its option off; together they are new code.
+      off = {"options": STOCK["options"], "patch": patch}
+      result = self._measured(
+        f"merged/{step}", lambda: self._world.screen(off, STOCK, 1)
+      )
+      wrong = _not_stock(result)
+      if wrong is not None:
+        self._verdict(proposal, "refused", f"merged: {wrong}")
+        return dict(champion), False
     result = self._measured(
       f"test/{step}", lambda: self._world.test(system, champion)
     )
     self._verdict(proposal, result["verdict"], result["reason"], result)
     return system, result["verdict"] == "accept"
+
+  def _merged(
+    self, proposal: Proposal, champion: System, conflict: str
+  ) -> str | None:
+    """One patch for two that clash, of an agent that writes code; or None."""
+    factor = proposal.task.partition("/")[0]
+    patches = f"{champion['patch']}\n\n{proposal.patch}"
+    task = Task(
+      id=f"merge/{proposal.id}-{mark(champion)}",
+      factor=factor,
+      option=None,
+      bound=None,
+      champion=champion["options"],
+      detail=f"make one change of both patches: {conflict}\n\n{patches}",
+    )
+    made = [answer.patch for answer in self._propose(task) if answer.patch]
+    return made[0] if made else None
 
   def _verdict(self, proposal, verdict, reason, result=None) -> None:
     # The newest: a proposal may be tried again on another champion.

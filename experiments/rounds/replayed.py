@@ -31,7 +31,7 @@ from specpilot_jax import cli
 from specpilot_jax.errors import SpecPilotError
 
 LOG = "round.jsonl"
-TIMED = ("screen/", "off/", "test/", "seal/")
+TIMED = ("screen/", "off/", "merged/", "test/", "seal/")
 """Of the keys of work that was timed."""
 
 JUDGED = (statistics.ACCEPT, statistics.REJECT)
