@@ -83,6 +83,16 @@ CATALOGUE = (
   ),
   Fault(name="last_kv_missing", says="a run's last keys and values are zeros"),
   Fault(
+    name="rejected_kv_left",
+    says="a rejected token stays behind each run, in keys, values and position",
+  ),
+  Fault(
+    name="rope_wraps",
+    says="positions from 2,048 on are rotated as if they began again",
+    size=2_048,
+    late=True,
+  ),
+  Fault(
     name="accept_one_extra", says="the draft behind the run is not verified"
   ),
   Fault(name="early_end", says="an output ends early", size=20),

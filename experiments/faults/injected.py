@@ -161,6 +161,41 @@ def _last_kv_missing(size: float) -> None:
   _wrap_layer(change)
 
 
+def _rejected_kept(size: float) -> None:
+  """A rejected row is counted in behind each run."""
+  del size
+  import jax.numpy as jnp
+
+  from specpilot_jax.decoding import step
+  from specpilot_jax.models.state import GDNPrefillStash
+
+  right = step.commit
+
+  def faulty(state, stash, path, count):
+    out = right(state, stash, path, count)
+    if any(isinstance(s, GDNPrefillStash) for s in stash):
+      return out  # Of a prompt nothing is rejected.
+    more = jnp.where(count < path.shape[0], 1, 0)
+    return dataclasses.replace(out, length=out.length + more)
+
+  _replace(step, "commit", faulty)
+
+
+def _rope_wraps(size: float) -> None:
+  """Late positions are rotated as if they began again."""
+  import jax.numpy as jnp
+
+  from specpilot_jax.models import layers
+
+  right = layers.rope
+
+  def faulty(x, positions, *rest):
+    wrapped = jnp.where(positions >= size, positions - int(size), positions)
+    return right(x, wrapped, *rest)
+
+  _replace(layers, "rope", faulty)
+
+
 def _accept_one_extra(size: float) -> None:
   """The draft behind the accepted run is emitted, unverified."""
   del size
@@ -323,6 +358,8 @@ _FAULTS = {
   "gdn_path_mixed_up": _swapped,
   "conv_window_off_by_one": _conv_off_by_one,
   "last_kv_missing": _last_kv_missing,
+  "rejected_kv_left": _rejected_kept,
+  "rope_wraps": _rope_wraps,
   "accept_one_extra": _accept_one_extra,
   "early_end": _early_end,
   "cached_replies": _cached,

@@ -38,6 +38,9 @@ LOG = "round.jsonl"
 AGENTS = ("memory", "search", "tiles", "replay", "command", "llm")
 CODERS = (Command, LLM)
 """Agents that write code: they are asked about open tasks and ports."""
+DEVELOPMENT = 2_048
+"""Tokens of an output at most, but for the sealed test's long ones: a candidate
+that is wrong behind them alone must not have been chosen by them."""
 LIMITS = ("max_wall_s", "max_trials", "max_device_s", "max_usd")
 UNMARKED = (*LIMITS, "agent_workers", "workers")
 """Flags and settings that may differ when a round is taken up again."""
@@ -96,6 +99,12 @@ class RoundSettings:
     if self.tokens is not None:
       sampling = dataclasses.replace(settings.sampling, max_tokens=self.tokens)
       settings = dataclasses.replace(settings, sampling=sampling)
+    if settings.sampling.max_tokens > DEVELOPMENT:
+      raise SpecPilotError(
+        f"outputs of a round's sessions end at {DEVELOPMENT} tokens, got"
+        f" {settings.sampling.max_tokens} (--round_tokens): what goes wrong"
+        " later is looked for by the sealed test's long outputs"
+      )
     return settings
 
   def __post_init__(self):

@@ -206,8 +206,13 @@ def test_a_round_on_two_devices(settings, tmp_path, monkeypatch):
 def test_settings_that_are_refused_leave_no_folder(settings, tmp_path):
   where = tmp_path / "round"
   few = dataclasses.replace(settings, num_prompts=3, output_dir=where)
-  with pytest.raises(SpecPilotError, match="at least to measure, got 3"):
-    job.run(few, job.RoundSettings())
+  for told, reason in (
+    (job.RoundSettings(), "at least to measure, got 3"),
+    (job.RoundSettings(prompts=4), "at least to measure, got 4"),
+    (job.RoundSettings(tokens=2_049), "end at 2048 tokens, got 2049"),
+  ):
+    with pytest.raises(SpecPilotError, match=reason):
+      job.run(few, told)
   assert not where.exists()
 
 
