@@ -9,10 +9,15 @@ program that edits files (FOLDER/agent.py). Two rounds are then
 
     cd FOLDER/checkout
     python -m experiments.main --flagfile=cpu_smoke.flags --job=round \\
-      --agents=replay --proposals=../proposals.jsonl --output_dir=../one
+      --agents=replay --proposals=../proposals.jsonl --proposals_per_task=2 \\
+      --temperature=1 --output_dir=../one
     python -m experiments.main --flagfile=cpu_smoke.flags --job=round \\
-      --agents=command --agent_command="python3 $PWD/../agent.py" \\
-      --agent_readable=$PWD/../agent.py --champion=../one --output_dir=../two
+      --agents=command --agent_command="python $PWD/../agent.py" \\
+      --agent_readable=$PWD/../agent.py --champion=../one --temperature=1 \\
+      --output_dir=../two
+
+At temperature 1 stock verifies far more drafts than it accepts, so that the
+mechanism gains most on a processor.
 """
 
 import ast
