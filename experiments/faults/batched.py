@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 SLOTS = 3
-MATE_TOKENS = 12
-"""Of a mate's output, and of what is left of its prompt's length at most."""
+FIRST_TOKENS, MATE_TOKENS = 24, 96
+"""Of the outputs of the first mate, whose slot the request gets, and of others:
+one prompt is read at a time, so that short ones would hardly meet."""
 CHUNKS = 4
 """Of what the engine reads of a prompt in one pass: more passes, more seams."""
 
@@ -63,7 +64,7 @@ def _mates(prompt: Sequence[int], sampling: Any, room: int) -> Iterator[Any]:
   for i in itertools.count(1):
     at = i * 7 % len(prompt)
     turned = [*prompt[at:], *prompt[:at]][: max(1, len(prompt) - i % 5)]
-    tokens = MATE_TOKENS - i % 4
+    tokens = FIRST_TOKENS if i == 1 else MATE_TOKENS + 8 * (i % 4)
     turned = turned[: max(1, room - tokens)]
     yield Request(
       id=f"mate {i}",
