@@ -46,8 +46,11 @@ def bound(
   options = [registry.assignments(s) for s in (system, against)]
   other = [n for n in options[0] if options[0][n] != options[1][n]]
   levels = {system.verification, against.verification}
+  rules = {system.acceptance, against.acceptance}
   path = profile / lattices.LATTICES
   if set(other) - set(NODES) or levels != {ONE_LEVEL} or not path.exists():
+    return None
+  if rules != {"match"}:  # Under another rule outputs depend on the drafts.
     return None
   recordings = lattices.load(path)
   try:

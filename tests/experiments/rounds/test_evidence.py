@@ -66,6 +66,7 @@ def test_replay_bounds_a_choice_of_nodes(bound):
 )
 def test_what_a_replay_says_nothing_of(bound, options):
   assert bound(options) is None
+  assert bound("acceptance=rejection", "acceptance=rejection") is None
 
 
 def test_without_lattices(tmp_path):
