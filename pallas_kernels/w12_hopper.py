@@ -40,7 +40,9 @@ FEW, SOME = 32, 64
 up to which their sums do."""
 SHARED_MEMORY = 224 << 10
 """Bytes of a program's ring and sums."""
-MOST_STAGES = 8
+MOST_STAGES = 4
+"""More are slower on an H200: by 1 to 2 % at 16 rows (8 stages), by 4 to 9 %
+at 64 (6 stages); 2 are slower by 16 to 21 %."""
 ROUND = 16
 """Rows of x that are written by columns at a time."""
 
@@ -71,10 +73,22 @@ def matmul(
       "w12_hopper takes bfloat16 rows and planes in tiles of 64 by 64, not"
       f" {x.dtype} and {w.low.shape}"
     )
+  return _product(
+    x, w, out_dtype, view, midpoint, expanded, interpret,
+    programs=min(PROGRAMS, dispatch.multiprocessors(PROGRAMS)),
+  )  # fmt: skip
+
+
+# A model has hundreds of products of few shapes: each is traced once.
+@functools.partial(
+  jax.jit,
+  static_argnames=("out_dtype", "view", "midpoint", "interpret", "programs"),
+)
+def _product(x, w, out_dtype, view, midpoint, expanded, interpret, *, programs):
   n = x.shape[0]
   if n > 8 and n % 8:  # TMA takes fewer than eight, or eights.
     x = jnp.pad(x, ((0, -n % 8), (0, 0)))
-  shares = Shares.of(w, TILE, min(PROGRAMS, dispatch.multiprocessors(PROGRAMS)))
+  shares = Shares.of(w, TILE, programs)
   planes = [w.view01, w.view23] if view else [w.view01, w.view23, w.low]
   if expanded is not None:
     planes = list(expanded)
@@ -182,13 +196,18 @@ def _program(
     if not interpret:
       plgpu.set_max_registers(REGISTERS["load"], action="decrease")
     _load(
-      x_ref, plane_refs, columns_refs, x_ring, rings, full, empty,
-      program, begin, end, shares=shares, stages=stages, interpret=interpret,
+      x_ref, plane_refs, x_ring, rings, full, empty,
+      begin, end, shares=shares, stages=stages,
     )  # fmt: skip
 
   def decode(quarters, turns):
     if not interpret:
       plgpu.set_max_registers(REGISTERS["decode"], action="increase")
+    # Nothing to decode has come yet.
+    for ref in columns_refs:
+      _transpose_some(
+        x_ref, ref, program, group, shares=shares, interpret=interpret
+      )
     first, last = begin // shares.steps, (end - 1) // shares.steps
 
     def lanes(i, _):
@@ -219,24 +238,10 @@ def _program(
 
 
 def _load(
-  x_ref, plane_refs, columns_refs, x_ring, rings, full, empty,
-  program, begin, end, *, shares, stages, interpret,
+  x_ref, plane_refs, x_ring, rings, full, empty, begin, end, *, shares, stages
 ):  # fmt: skip
-  """Keeps the ring full, and writes some columns of x as rows meanwhile."""
+  """Keeps the ring full."""
   padded = x_ring.shape[1]
-  # Some rows of a column at a time: what waits for memory holds up the ring.
-  rounds = pl.cdiv(padded, ROUND)
-  mine = ((shares.steps - 1 - program) // shares.programs + 1) * rounds
-
-  def column(i):
-    at = pl.ds((program + i // rounds * shares.programs) * TILE, TILE)
-    for ref in columns_refs:
-      for part in range(rounds):
-        pl.when(lax.rem(i, rounds) == part)(
-          lambda part=part, ref=ref: _transpose(
-            x_ref.at[:, at], ref.at[at, :], part * ROUND, interpret
-          )
-        )
 
   def load(i, _):
     slot = lax.rem(i, stages)
@@ -254,16 +259,16 @@ def _load(
     plgpu.copy_gmem_to_smem(
       x_ref.at[rows, pl.ds(k * TILE, TILE)], x_ring.at[slot], full.at[slot]
     )
-    # Once the ring is full there is time.
-    late = i - (stages - 1)
 
-    @pl.when((late >= 0) & (late < mine))
-    def _():
-      column(late)
-
-  lax.fori_loop(0, end - begin, load, None)
-  done = jnp.maximum(end - begin - (stages - 1), 0)
-  lax.fori_loop(done, mine, lambda i, _: column(i), None)
+  units = end - begin
+  lax.fori_loop(0, units, load, None)
+  # No barrier is left with a phase that nobody has waited for.
+  lax.fori_loop(
+    jnp.maximum(units - stages, 0),
+    units,
+    lambda i, _: plgpu.barrier_wait(empty.at[lax.rem(i, stages)]),
+    None,
+  )
 
 
 def _sum_up(
@@ -337,41 +342,70 @@ def _write_sums(parts_ref, totals, part, at, group, sums, both):
     meet()  # Before the sums are overwritten.
 
 
-def _transpose(x_ref, out_ref, first: int, interpret: bool):
+def _transpose_some(
+  x_ref, out_ref, program, group, *, shares: Shares, interpret: bool
+):
+  """Writes a program's columns of x as rows; decoders take turns."""
+  tiles = pl.cdiv(out_ref.shape[1], ROUND)
+  mine = (shares.steps - 1 - program) // shares.programs + 1
+
+  def column(i, firsts):
+    at = pl.ds((program + i * shares.programs) * TILE, TILE)
+    _transpose(x_ref.at[:, at], out_ref.at[at, :], firsts, interpret)
+
+  # All columns, some rows each; or, where rows are few, every other column.
+  for i in range(DECODERS):
+    firsts = range(0, out_ref.shape[1], ROUND)
+    first, every = i, DECODERS
+    if tiles > 1:
+      firsts, first, every = firsts[i::DECODERS], 0, 1
+
+    @pl.when(group == i)
+    def _(firsts=firsts, first=first, every=every):
+      lax.fori_loop(
+        0,
+        pl.cdiv(mine - first, every),
+        lambda j, _: column(first + every * j, firsts),
+        None,
+      )
+
+
+def _transpose(x_ref, out_ref, firsts, interpret: bool):
   """Writes 64 columns of x as rows, by the threads of one warp group.
 
   Args:
-    first: row of x; `ROUND` from it on are written. Those behind the last are
-      copies of it, which nothing is made of.
+    firsts: rows of x; `ROUND` from each on are written. Those behind the last
+      are copies of it, which nothing is made of.
   """
   n, padded = x_ref.shape[0], out_ref.shape[1]
   if interpret:
-    rows = jnp.minimum(jnp.arange(first, min(first + ROUND, padded)), n - 1)
-    out_ref[:, first : first + rows.size] = x_ref[...][rows].T
+    for first in firsts:
+      rows = jnp.minimum(jnp.arange(first, min(first + ROUND, padded)), n - 1)
+      out_ref[:, first : first + rows.size] = x_ref[...][rows].T
     return
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
   def copy(_, x_ref, out_ref):
-    """A thread has eight rows of a column."""
+    """A thread has eight rows of a column, of every sixteen."""
     index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
     column = arith.index_cast(index, arith.remui(thread, mgpu.c(TILE, i32)))
     half = arith.index_cast(index, arith.divui(thread, mgpu.c(TILE, i32)))
-    pair = ir.VectorType.get((8,), ir.BF16Type.get())
-    row = arith.addi(mgpu.c(first, index), arith.muli(half, mgpu.c(8, index)))
-    # Eight rows have one half of the threads; the other does the same.
-    row = arith.minui(row, mgpu.c(padded - 8, index))
-    values = [
-      memref.load(
-        x_ref,
-        [
-          arith.minui(arith.addi(row, mgpu.c(i, index)), mgpu.c(n - 1, index)),
-          column,
-        ],
-      )
-      for i in range(8)
-    ]
-    vector.store(vector.from_elements(pair, values), out_ref, [column, row])
+    eight = ir.VectorType.get((8,), ir.BF16Type.get())
+    loaded = []
+    # All are asked for before one is waited for.
+    for first in firsts:
+      row = arith.addi(mgpu.c(first, index), arith.muli(half, mgpu.c(8, index)))
+      # Eight rows have one half of the threads; the other does the same.
+      row = arith.minui(row, mgpu.c(padded - 8, index))
+      values = []
+      for i in range(8):
+        at = arith.addi(row, mgpu.c(i, index))
+        at = arith.minui(at, mgpu.c(n - 1, index))
+        values.append(memref.load(x_ref, [at, column]))
+      loaded.append((row, values))
+    for row, values in loaded:
+      vector.store(vector.from_elements(eight, values), out_ref, [column, row])
 
   copy(x_ref, out_ref)
 

@@ -24,6 +24,7 @@ from pallas_kernels import (
   w12_array,
   w12_hopper,
   w12_parts,
+  w12_row,
   w12_unpack,
 )
 from pallas_kernels.w12_array import W12Array
@@ -89,7 +90,8 @@ def matmul(
     view: multiplies the 8-bit view instead of the matrix.
     midpoint: of the view, see `w12_array.decode_view`.
     implementation: kernels take bfloat16 rows, `max_rows` at most. `mosaic` is
-      `w12_hopper`, and this kernel for matrices that it does not take.
+      `w12_hopper`, and this kernel for matrices that it does not take and for
+      one row of x. One row of a small matrix is `w12_row`'s in all of them.
     tile: of the kernel, instead of the one in the table.
     expanded: of the kernel, [4, T, K, h, w] bfloat16: what decoding is to
       yield in each quarter (2^(base - 113) times it is the weight). The same
@@ -108,7 +110,12 @@ def matmul(
       precision=None if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       preferred_element_type=out_dtype,
     )
-  if implementation == "mosaic" and w12_hopper.takes(w):
+  if n == 1 and tile is None and w12_row.pays(w):
+    return w12_row.matmul(
+      x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded,
+      interpret=implementation == "interpret",
+    )  # fmt: skip
+  if implementation == "mosaic" and n > 1 and w12_hopper.takes(w):
     return w12_hopper.matmul(
       x, w, out_dtype, view=view, midpoint=midpoint, expanded=expanded
     )
@@ -119,6 +126,11 @@ def matmul(
   )
 
 
+# A model has hundreds of products of few shapes: each is traced once.
+@functools.partial(
+  jax.jit,
+  static_argnames=("out_dtype", "view", "implementation", "tile", "midpoint"),
+)
 def _matmul_kernel(
   x, w, out_dtype, view, implementation, tile, expanded, midpoint
 ):
@@ -230,7 +242,7 @@ def _stream_group(
       weights: list[Any] = [plane_refs[0][q, *at] for q in range(4)]
     else:
       loaded = [ref[at] for ref in plane_refs]
-      unpack = _unpack_assembly if assembly else w12_unpack.unpack
+      unpack = w12_unpack.in_assembly if assembly else w12_unpack.unpack
       weights = [unpack(q, *loaded, filled=filled) for q in range(4)]
     return [
       total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
@@ -280,16 +292,3 @@ def _store(out_ref, part, first, total, live):
     mask &= live[None, :]
   place = out_ref.at[part, row, first + jnp.arange(count)[None, :]]
   pltriton.store(place, total, mask=mask)
-
-
-def _unpack_assembly(q, *parts, filled=w12_array.MIDPOINT):
-  """`w12_unpack.unpack` for two lanes at a time."""
-  pair, low = parts[q // 2], parts[2:]
-  (out,) = pltriton.elementwise_inline_asm(
-    w12_unpack.assembly(q, bool(low), filled),
-    args=[pair, *low],
-    constraints=",".join(["=r"] + ["r"] * (1 + len(low))),
-    pack=2,
-    result_shape_dtypes=[jax.ShapeDtypeStruct(pair.shape, jnp.bfloat16)],
-  )
-  return out

@@ -1,7 +1,9 @@
 """Bits of W12's planes into the numbers that kernels multiply with."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import w12_array
 
@@ -59,3 +61,16 @@ def assembly(q: int, low: bool, filled: int = w12_array.MIDPOINT) -> str:
   lines.append("mov.b32 b, 0x77807780;")  # 2^112, twice.
   lines.append("mul.rn.bf16x2 $0, a, b;")
   return "{ .reg .b32 a, b; " + " ".join(lines) + " }"
+
+
+def in_assembly(q, *parts, filled=w12_array.MIDPOINT):
+  """`unpack` for two lanes at a time, by `assembly` in Triton."""
+  pair, low = parts[q // 2], parts[2:]
+  (out,) = pltriton.elementwise_inline_asm(
+    assembly(q, bool(low), filled),
+    args=[pair, *low],
+    constraints=",".join(["=r"] + ["r"] * (1 + len(low))),
+    pack=2,
+    result_shape_dtypes=[jax.ShapeDtypeStruct(pair.shape, jnp.bfloat16)],
+  )
+  return out

@@ -1,5 +1,6 @@
 """The choice of kernels: as text, and whether a model can run with it."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,18 +21,23 @@ _POWERS_OF_TWO = {
 
 
 def parse(text: str) -> Kernels:
-  """`reference`, `triton` or `interpret`, or op=implementation,...
+  """`reference`, `triton` or `interpret`, op=implementation,..., or both.
 
-  Operations that a list leaves out take the reference. Some have alternatives
-  of their own (`dispatch.ALTERNATIVES`).
+  Operations that a list leaves out take the word that it begins with, or the
+  reference: `triton,w12_matmul=mosaic`. Some have alternatives of their own
+  (`dispatch.ALTERNATIVES`).
 
   Raises:
     SpecPilotError: an unknown operation or implementation, one named twice.
   """
-  if "=" not in text:
-    return Kernels.all(_implementation(text, "kernels"))
+  word, *parts = text.split(",")
+  kernels = Kernels()
+  if "=" in word:
+    parts = [word, *parts]
+  else:
+    kernels = Kernels.all(_implementation(word.strip(), "kernels"))
   chosen: dict[str, Any] = {}
-  for part in text.split(","):
+  for part in parts:
     name, _, value = (x.strip() for x in part.partition("="))
     if name not in Kernels.operations():
       raise SpecPilotError(
@@ -43,7 +49,7 @@ def parse(text: str) -> Kernels:
     chosen[name] = _implementation(
       value, f"kernels: {name}", ALTERNATIVES.get(name, ())
     )
-  return Kernels(**chosen)
+  return dataclasses.replace(kernels, **chosen)
 
 
 def _implementation(

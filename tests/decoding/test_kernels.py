@@ -224,6 +224,10 @@ class ChoiceTest(parameterized.TestCase):
       "gdn_decode=triton, tree_attention=interpret",
       Kernels(gdn_decode="triton", tree_attention="interpret"),
     ),
+    (
+      "triton, w12_matmul=mosaic",
+      dataclasses.replace(Kernels.all("triton"), w12_matmul="mosaic"),
+    ),
   )
   def test_parse(self, text, expected):
     self.assertEqual(kernels_lib.parse(text), expected)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import w12_array, w12_matmul, w12_parts
+from pallas_kernels import w12_array, w12_matmul, w12_parts, w12_unpack
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import w12
 from tests.checkpoints import w12_matrices
@@ -214,9 +214,9 @@ class AssemblyTest(parameterized.TestCase):
     lane = jnp.zeros(2, jnp.uint16)
     planes = [lane] * (2 if view else 3)
     with mock.patch.object(
-      w12_matmul.pltriton, "elementwise_inline_asm", return_value=(None,)
+      w12_unpack.pltriton, "elementwise_inline_asm", return_value=(None,)
     ) as assembly:
-      w12_matmul._unpack_assembly(q, *planes)
+      w12_unpack.in_assembly(q, *planes)
     text = assembly.call_args.args[0].strip("{} ")
     self.assertIs(assembly.call_args.kwargs["args"][0], planes[q // 2])
     declared, *lines, last = (x.strip() for x in text.strip(";").split(";"))
