@@ -200,9 +200,11 @@ def _search(settings: Settings, names: Sequence[str]) -> Search:
 
 
 def _tiles(settings: Settings) -> Tiles:
-  """Of a card's deployment with a drafter; one that says nothing otherwise."""
+  """Of a card's deployment with a drafter, whose W12 product is the one with a
+  table of tiles; one that says nothing otherwise."""
   preset = preset_of(settings.target)
-  if settings.card is None or settings.drafter == "none":
+  of_table = settings.kernels.w12_matmul == "triton"
+  if settings.card is None or settings.drafter == "none" or not of_table:
     preset = None
   slots = 0
   if preset is not None:  # A widened drafter keeps the block of its kind.

@@ -8,9 +8,12 @@ from experiments.agents import tiles
 from experiments.agents.protocol import Limits, Task
 from experiments.agents.tiles import Tiles
 from experiments.controller import tree
+from experiments.rounds import job
 from memory import patches
 from pallas_kernels.w12_matmul import TILES, WIDE, Tile
+from specpilot_jax import kernels
 from specpilot_jax.errors import SpecPilotError
+from tests.experiments import test_settings
 
 FASTER = Tile(lanes=16, num_warps=1)
 CHAMPION = "weights=w12,tree=best_first,node_budget=32"
@@ -86,3 +89,16 @@ def test_what_it_is_not_asked(files, tmp_path):
     Tiles({tiles.SOURCE: b"x\n"}, "q", 15, lambda *args: found(1.0)).propose(
       task(), tmp_path, Limits()
     )
+
+
+def test_whose_tiles_are_timed():
+  """Of a card's flag file, where the product has the table at all."""
+  card = test_settings.shipped("h200_single.flags")
+  triton = dataclasses.replace(card, kernels=kernels.parse("triton"))
+  assert job._tiles(triton)._preset == "qwen3.8-27b"
+  mosaic = kernels.parse("triton,w12_matmul=mosaic")
+  for other in (
+    dataclasses.replace(card, kernels=mosaic),
+    test_settings.shipped("cpu_smoke.flags"),
+  ):
+    assert job._tiles(other)._preset is None
