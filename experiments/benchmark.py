@@ -121,7 +121,9 @@ def run(settings: Settings, *, profile: bool = False) -> int:
 
   def engine(name: str) -> Engine:
     system = settings.system(name)
-    target, drafter = prepared(system.weights, name == AR)
+    target, drafter = registry.prepare(
+      system, *prepared(system.weights, name == AR)
+    )
     return Engine(
       target,
       drafter=drafter,

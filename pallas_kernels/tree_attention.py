@@ -141,7 +141,7 @@ MANY_ROWS = Tile(rows=128, block=32, programs=132, num_warps=8, num_stages=3)
 
 
 def _power_of_two(n: int) -> int:
-  return max(16, 1 << (n - 1).bit_length())
+  return max(16, pl.next_power_of_2(n))
 
 
 def shared_bytes(tile: Tile, dim: int, itemsize: int) -> int:
@@ -325,6 +325,7 @@ def _combine(
   ).astype(merged_ref.dtype)
 
 
+@dispatch.once("scale", "implementation")
 def _tree_attention_kernel(
   q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,
   implementation,

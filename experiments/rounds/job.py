@@ -166,13 +166,16 @@ def _agents(
 def _recall(settings: Settings, store: Store) -> Recall:
   """What the memory has for a deployment, on the sources of this checkout."""
   card = settings.card
+  target = loading.open_target(settings.target)
   meets = {
     "gpu": card is not None,
     "drafter": settings.drafter != "none",
     "sampled": settings.sampling.temperature > 0,
+    "batch": False,  # Requests of a round come one by one.
+    "fp8": target.in_fp8,
   }
   where = Fingerprint(
-    target=loading.open_target(settings.target).config.name,
+    target=target.config.name,
     drafter=settings.drafter,
     dtype=settings.dtype,
     device=cpu_model() if card is None else devices.CARDS[card].kinds[0],

@@ -66,7 +66,9 @@ class _Run:
   def policy(self, name: str) -> batching.BatchPolicy:
     """A system, with slots of its own."""
     system = self.settings.system(name)
-    target, drafter = self._prepared(system.weights, name == AR)
+    target, drafter = registry.prepare(
+      system, *self._prepared(system.weights, name == AR)
+    )
     engine = batching.engine(
       system,
       target,

@@ -296,9 +296,11 @@ class BatchFns:
     nodes = self._nodes(own, offer, live, rows)
     ridden = None if rider is None else _at(slots.carry, rider.slot)
     seen, also = self._verify(params, own, drafted, nodes, rider, ridden, rows)
-    after, out = each(lambda *of_one: self.one.finish(params, *of_one))(
-      carry, request, lattice, seen
-    )
+    after, out, _ = each(
+      lambda carry, request, seen: self.one.finish(
+        params, carry, request, seen, self.one.policy.path
+      )
+    )(carry, request, seen)
     after = dataclasses.replace(
       after,
       done=jnp.where(live, after.done, done),
@@ -354,7 +356,7 @@ class BatchFns:
             anchor=anchor,
             position=position,
             remaining=remaining,
-          )._replace(trunk=jnp.zeros((), jnp.int32))
+          )
         )(
           lattice, own.request, carry.anchor, carry.target.length,
           carry.remaining,
