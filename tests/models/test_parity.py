@@ -135,6 +135,11 @@ def one_pass(case):
   return logits_of(case, "float32")
 
 
+def kept(logits):
+  """Of all logits, those that golden.npz has."""
+  return logits[:, ::16]
+
+
 def largest(a, b):
   return float(np.abs(a - b).max())
 
@@ -144,7 +149,7 @@ class ParityTest(parameterized.TestCase):
   def test_float64_logits(self, case):
     expected = golden(case)["logits_f64"]
     actual = logits_of(case, "float64", length=len(expected))
-    self.assertLess(largest(actual, expected), FLOAT64_TOLERANCE)
+    self.assertLess(largest(kept(actual), expected), FLOAT64_TOLERANCE)
 
   @parameterized.product(case=CASES, chunk=(1, 7, 64, 300))
   def test_prefill_in_chunks(self, case, chunk):
@@ -153,7 +158,8 @@ class ParityTest(parameterized.TestCase):
     chunked = (
       one_pass(case) if whole else logits_of(case, "float32", chunk=chunk)
     )
-    self.assertLess(largest(chunked, golden(case)["logits"]), FLOAT32_TOLERANCE)
+    expected = golden(case)["logits"]
+    self.assertLess(largest(kept(chunked), expected), FLOAT32_TOLERANCE)
     if not whole:
       self.assertLess(largest(chunked, one_pass(case)), CHUNK_TOLERANCE)
 
@@ -372,7 +378,8 @@ class NegativeControlTest(parameterized.TestCase):
       "float64": (file["logits_f64"][: self.LENGTH], FLOAT64_TOLERANCE),
     }[dtype]
     actual = logits_of(self.CASE, dtype, length=self.LENGTH, chunk=32, **kwargs)
-    self.assertGreater(largest(actual, expected), self.FACTOR * tolerance)
+    error = largest(kept(actual), expected)
+    self.assertGreater(error, self.FACTOR * tolerance)
 
   @parameterized.named_parameters(
     (name, *case) for name, case in WRONG_PARAMETERS.items()
