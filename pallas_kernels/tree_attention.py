@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import dispatch, tree_hopper, tree_parts
 from pallas_kernels.tree_parts import LOG2_E, MASKED, power_of_two
 
+
 def tree_attention(
   q: Float[Array, "N H D"],
   k_nodes: Float[Array, "N Hkv D"],
@@ -29,7 +30,7 @@ def tree_attention(
   scale: float,
   first: Int[Array, ""] | int = 0,
   *,
-  implementation: dispatch.Implementation = "reference",
+  implementation: dispatch.AttentionImplementation = "reference",
 ) -> Float[Array, "N H D"]:
   """Softmax attention of each node over prefix [0, length) and ancestors.
 
@@ -43,16 +44,19 @@ def tree_attention(
     mask: mask[i, j] is True where j is i or an ancestor of i.
     scale: factor on q k^T.
     first: first visible row of the prefix (a sliding window's edge).
-    implementation: the kernel takes bfloat16 and float32.
+    implementation: the kernel takes bfloat16 and float32. `mosaic` is the one
+      for Hopper GPUs where it takes the operands (`tree_hopper.takes`), for one
+      request; else it is `triton`.
 
   Returns:
     Attention outputs [N, H, D] in the dtype of q.
   """
   if implementation == "mosaic":
     if tree_hopper.takes(q, k_prefix, scale):
-      return tree_hopper.attend(
-        q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first
-      )
+      return _of_one_request(scale)(
+        q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask,
+        jnp.asarray(first, jnp.int32),
+      )  # fmt: skip
     implementation = "triton"
   if implementation != "reference":
     return _tree_attention_kernel(
@@ -89,6 +93,28 @@ def tree_attention(
   out += einsum("kgnm,mkd->kgnd", nodes.astype(v_nodes.dtype), v_nodes)
   out = jnp.moveaxis(out / total[..., None], 2, 0)
   return out.reshape(n, heads, dim).astype(q.dtype)
+
+
+def _of_one_request(scale: float):
+  """The Hopper kernel, but Triton's for several requests in one `vmap`."""
+
+  @jax.custom_batching.custom_vmap
+  def one(*operands):
+    *rest, first = operands
+    return tree_hopper.attend(*rest, scale=scale, first=first)
+
+  @one.def_vmap
+  def several(_, batched, *operands):
+    def attend(*operands):
+      *rest, first = operands
+      return _tree_attention_kernel(
+        *rest, scale=scale, first=first, implementation="triton"
+      )
+
+    axes = tuple(0 if x else None for x in batched)
+    return jax.vmap(attend, in_axes=axes)(*operands), True
+
+  return one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,6 +362,4 @@ def _tree_attention_kernel(
     name="tree_attention",
   )(*small, k_prefix, v_prefix, *bounds, mask)
 
-  return tree_parts.combine(
-    *partial, nodes=n, group=group, interpret=interpret
-  )
+  return tree_parts.combine(*partial, nodes=n, group=group, interpret=interpret)

@@ -31,6 +31,8 @@ CONSUMERS = 2
 """Warp groups that multiply, at most; one more loads."""
 BLOCK = 64
 """Keys, or values, of a slot of the ring."""
+IN_FLIGHT = 1
+"""Products that may be while weights are computed: 1, those with values."""
 REGISTERS = {"multiply": 232, "load": 40}
 """Of a thread, where two warp groups multiply."""
 SHARED_MEMORY = 225 << 10
@@ -198,33 +200,43 @@ def _program(
       plgpu.set_max_registers(REGISTERS["multiply"], action="increase")
     rows = pl.ds((row_tile * consumers + thread) * ROWS, ROWS)
 
-    def visible(i, nodes: bool):
-      if not nodes:
-        index = start + i * BLOCK + _columns()
-        return (index >= first) & (index < length)
+    def in_nodes(i, scores):
       columns = pl.ds(i * BLOCK, BLOCK)
       seen = plgpu.load(
         seen_ref.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False
       )
-      return seen != 0
+      return jnp.where(seen != 0, scores, MASKED)
+
+    def in_prefix(i, scores):
+      index = start + i * BLOCK + _columns()
+      return jnp.where((index >= first) & (index < length), scores, MASKED)
+
+    def visible(i, scores, begins: bool):
+      # Most passes have one block of nodes, the first one.
+      if begins or node_steps > 1:
+        return lax.cond(i < node_steps, in_nodes, in_prefix, i, scores)
+      return in_prefix(i, scores)
 
     plgpu.barrier_wait(asked)
-    top, total, out = _attend_to(
-      queries.at[thread], ring, full, empty, begin, end, visible,
-      node_steps=node_steps, scale=scale,
-      operand=None if operand is None else operand.at[thread],
-    )  # fmt: skip
-    top_ref[head, part, rows] = top
-    total_ref[head, part, rows] = total
 
     @pl.when(begin < end)
     def _():
-      inverse = lax.broadcast_in_dim(1 / total, out.shape, [0])
+      top, total, out = _attend_to(
+        queries.at[thread], ring, full, empty, begin, end, visible, scale=scale,
+        operand=None if operand is None else operand.at[thread],
+      )  # fmt: skip
+      top_ref[head, part, rows] = top
+      total_ref[head, part, rows] = total
+      out *= lax.broadcast_in_dim(1 / total, out.shape, [0])
       # All products with the queries are done.
-      queries[thread] = (out * inverse).astype(queries.dtype)
+      queries[thread] = out.astype(queries.dtype)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(queries.at[thread], out_ref.at[head, part, rows])
       plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(begin == end)
+    def _():
+      top_ref[head, part, rows], total_ref[head, part, rows] = _nothing()
 
 
 def _load_queries(
@@ -291,92 +303,108 @@ def _columns():
   )
 
 
-def _nothing(dim: int):
-  """Largest score, sum of weights and weighted values of no key."""
-
-  def full(shape, value, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-  of_rows = plgpu.Layout.WGMMA.reduce(1)
-  return (
-    full((ROWS,), MASKED, of_rows),
-    full((ROWS,), 0, of_rows),
-    full((ROWS, dim), 0, plgpu.Layout.WGMMA),
+def _nothing():
+  """Largest score and sum of weights of no key."""
+  return tuple(
+    plgpu.layout_cast(
+      jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
+    )
+    for value in (MASKED, 0)
   )
 
 
 def _attend_to(
-  queries, ring, full, empty, begin, end, visible, *,
-  node_steps, scale, operand,
+  queries, ring, full, empty, begin, end, visible, *, scale, operand
 ):  # fmt: skip
   """Largest score, sum of weights, weighted values of blocks begin to end - 1.
 
+  While keys of a block are multiplied, values of the block before are: weights
+  are computed beside the latter.
+
   Args:
-    visible: which keys of a block each row sees [64, 64], by block and whether
-      it is one of nodes.
+    visible: scores of a block [64, 64] without those that no row may see, by
+      block and scores, and whether it is the first one.
     operand: shared memory for weights where the interpreter is to multiply
       them; it does not with registers.
   """
-
-  def step(i, carry, nodes: bool):
-    return _step(
-      queries, ring, full, empty, 2 * (i - begin), visible(i, nodes), carry,
-      scale=scale, operand=operand,
-    )  # fmt: skip
-
-  carry = lax.fori_loop(
-    begin,
-    jnp.minimum(end, node_steps),
-    functools.partial(step, nodes=True),
-    _nothing(queries.shape[1]),
-  )
-  return lax.fori_loop(
-    jnp.maximum(begin, node_steps),
-    end,
-    functools.partial(step, nodes=False),
-    carry,
-  )
-
-
-def _step(
-  queries, ring, full, empty, item, seen, carry, *, scale, operand
-):  # fmt: skip
-  """Adds a block of keys and values, `item` and the next of the ring."""
-  top, total, out = carry
   slots = ring.shape[0]
-  keys, values = lax.rem(item, slots), lax.rem(item + 1, slots)
-  plgpu.barrier_wait(full.at[keys])
+  dim = queries.shape[1]
 
-  def multiply(scores):
-    plgpu.wgmma(scores, queries, ring.at[keys].transpose((1, 0)))
-    return scores[...]
+  def slot(item):
+    return lax.rem(item, slots)
 
-  scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-  plgpu.barrier_arrive(empty.at[keys])
-  scores = jnp.where(seen, scores, MASKED)
-  factor = scale * LOG2_E
-  higher = jnp.maximum(top, scores.max(axis=1) * factor)
-  shrink = jnp.exp2(top - higher)
-  weights = jnp.exp2(
-    scores * factor - lax.broadcast_in_dim(higher, scores.shape, [0])
+  def weigh(i, scores, top, total, begins=False):
+    scores = visible(i, scores, begins)
+    factor = scale * LOG2_E
+    higher = jnp.maximum(top, scores.max(axis=1) * factor)
+    shrink = jnp.exp2(top - higher)
+    weights = jnp.exp2(
+      scores * factor - lax.broadcast_in_dim(higher, scores.shape, [0])
+    )
+    total = total * shrink + weights.sum(axis=1)
+    return higher, total, shrink, weights
+
+  def add_values(item, out, weights, sums):
+    """Starts, or does."""
+    plgpu.barrier_wait(full.at[slot(item)])
+    if operand is None:
+      sums[...] = out
+      plgpu.wgmma(sums, weights, ring.at[slot(item)])
+    else:
+      operand[...] = weights
+      plgpu.wgmma(sums, operand, ring.at[slot(item)])
+
+  def result(out, sums):
+    return sums[...] if operand is None else out + sums[...]
+
+  def multiply_keys(item, scores):
+    plgpu.barrier_wait(full.at[slot(item)])
+    plgpu.wgmma(scores, queries, ring.at[slot(item)].transpose((1, 0)))
+
+  def step(i, carry):
+    top, total, out, weights = carry
+    item = 2 * (i - begin)
+
+    def scope(scores, sums):
+      multiply_keys(item, scores)
+      add_values(item - 1, out, weights, sums)
+      found = plgpu.wgmma_accumulator_load(scores, wait_n=IN_FLIGHT)
+      plgpu.barrier_arrive(empty.at[slot(item)])
+      # The compiler would compute weights once the sums have come.
+      higher, sum_, shrink, own = lax.optimization_barrier(
+        weigh(i, found, top, total)
+      )
+      added = result(out, sums)
+      plgpu.barrier_arrive(empty.at[slot(item - 1)])
+      added *= lax.broadcast_in_dim(shrink, added.shape, [0])
+      # A product's operands are not to change while others are in flight.
+      return higher, sum_, added, own.astype(ring.dtype)
+
+    return pl.run_scoped(scope, accumulator(BLOCK), accumulator(dim))
+
+  def first_step(scores):
+    multiply_keys(0, scores)
+    found = scores[...]
+    plgpu.barrier_arrive(empty.at[0])
+    top, total, _, weights = weigh(begin, found, *_nothing(), begins=True)
+    out = plgpu.layout_cast(
+      jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA
+    )
+    return top, total, out, weights.astype(ring.dtype)
+
+  def last_step(out, weights, sums):
+    item = 2 * (end - begin) - 1
+    add_values(item, out, weights, sums)
+    out = result(out, sums)
+    plgpu.barrier_arrive(empty.at[slot(item)])
+    return out
+
+  def accumulator(columns):
+    return plgpu.ACC((ROWS, columns), jnp.float32)
+
+  carry = pl.run_scoped(first_step, accumulator(BLOCK))
+  top, total, out, weights = lax.fori_loop(begin + 1, end, step, carry)
+  out = pl.run_scoped(
+    functools.partial(last_step, out, weights), accumulator(dim)
   )
-  total = total * shrink + weights.sum(axis=1)
-  out *= lax.broadcast_in_dim(shrink, out.shape, [0])
-  weights = weights.astype(ring.dtype)
-  plgpu.barrier_wait(full.at[values])
-  if operand is not None:
-    operand[...] = weights
-
-    def add(sums):
-      plgpu.wgmma(sums, operand, ring.at[values])
-      return sums[...]
-
-    out += pl.run_scoped(add, plgpu.ACC(out.shape, jnp.float32))
-  else:
-
-    def multiply_values(sums):
-      plgpu.wgmma(sums, weights, ring.at[values])
-
-    out = pl.run_state(multiply_values)(plgpu.ACC.init(out))
-  plgpu.barrier_arrive(empty.at[values])
-  return higher, total, out
+  return top, total, out
