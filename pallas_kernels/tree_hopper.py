@@ -30,7 +30,8 @@ ROWS = 64
 CONSUMERS = 2
 """Warp groups that multiply, at most; one more loads."""
 BLOCK = 64
-"""Keys, or values, of a slot of the ring."""
+"""Keys, or values, of a slot of the ring; whole words of bits."""
+WORDS = BLOCK // 32
 IN_FLIGHT = 1
 """Products that may be while weights are computed: 1, those with values."""
 REGISTERS = {"multiply": 232, "load": 40}
@@ -112,8 +113,11 @@ def _attend(
     MOST_SLOTS,
     (SHARED_MEMORY // (2 * dim) - consumers * ROWS) // BLOCK,
   )
+  # Which nodes a row sees, in words of 32.
   seen = jnp.pad(mask, ((0, padded - n), (0, node_steps * BLOCK - n)))
-  seen = jnp.tile(seen, (pl.cdiv(rows, padded), 1))[:rows].astype(jnp.int32)
+  seen = jnp.tile(seen, (pl.cdiv(rows, padded), 1))[:rows].reshape(rows, -1, 32)
+  seen = jnp.where(seen, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), 0)
+  seen = lax.bitcast_convert_type(seen.sum(axis=2).T, jnp.int32)
   bounds = (first.reshape(1), length.astype(jnp.int32).reshape(1))
 
   swizzled = (plgpu.TilingTransform((EIGHT, 64)), plgpu.SwizzleTransform(128))
@@ -200,22 +204,34 @@ def _program(
       plgpu.set_max_registers(REGISTERS["multiply"], action="increase")
     rows = pl.ds((row_tile * consumers + thread) * ROWS, ROWS)
 
-    def in_nodes(i, scores):
-      columns = pl.ds(i * BLOCK, BLOCK)
-      seen = plgpu.load(
-        seen_ref.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False
+    def words(i):
+      first = jnp.minimum(i, node_steps - 1) * WORDS
+      return [
+        plgpu.load(
+          seen_ref.at[first + word, rows],
+          layout=plgpu.Layout.WGMMA.reduce(1),
+          optimized=False,
+        )
+        for word in range(WORDS)
+      ]
+
+    # Before keys come, not once they have.
+    of_first = words(begin)
+
+    def visible(i, begins: bool):
+      column = _columns()
+      index = start + i * BLOCK + column
+      inside = (index >= first) & (index < length)
+      if not begins and node_steps == 1:
+        return inside
+      bits, *more = (
+        lax.broadcast_in_dim(word, column.shape, [0])
+        for word in (of_first if begins else words(i))
       )
-      return jnp.where(seen != 0, scores, MASKED)
-
-    def in_prefix(i, scores):
-      index = start + i * BLOCK + _columns()
-      return jnp.where((index >= first) & (index < length), scores, MASKED)
-
-    def visible(i, scores, begins: bool):
-      # Most passes have one block of nodes, the first one.
-      if begins or node_steps > 1:
-        return lax.cond(i < node_steps, in_nodes, in_prefix, i, scores)
-      return in_prefix(i, scores)
+      for word, value in enumerate(more, 1):
+        bits = jnp.where(column >= 32 * word, value, bits)
+      bits = lax.shift_right_logical(bits, column & 31) & 1
+      return jnp.where(_everywhere(i < node_steps), bits != 0, inside)
 
     plgpu.barrier_wait(asked)
 
@@ -232,7 +248,7 @@ def _program(
       queries[thread] = out.astype(queries.dtype)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(queries.at[thread], out_ref.at[head, part, rows])
-      plgpu.wait_smem_to_gmem(0)
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(begin == end)
     def _():
@@ -303,6 +319,12 @@ def _columns():
   )
 
 
+def _everywhere(value):
+  return plgpu.layout_cast(
+    jnp.broadcast_to(value, (ROWS, BLOCK)), plgpu.Layout.WGMMA
+  )
+
+
 def _nothing():
   """Largest score and sum of weights of no key."""
   return tuple(
@@ -322,8 +344,8 @@ def _attend_to(
   are computed beside the latter.
 
   Args:
-    visible: scores of a block [64, 64] without those that no row may see, by
-      block and scores, and whether it is the first one.
+    visible: which keys of a block each row sees [64, 64], by block and whether
+      it is the first one.
     operand: shared memory for weights where the interpreter is to multiply
       them; it does not with registers.
   """
@@ -334,7 +356,7 @@ def _attend_to(
     return lax.rem(item, slots)
 
   def weigh(i, scores, top, total, begins=False):
-    scores = visible(i, scores, begins)
+    scores = jnp.where(visible(i, begins), scores, MASKED)
     factor = scale * LOG2_E
     higher = jnp.maximum(top, scores.max(axis=1) * factor)
     shrink = jnp.exp2(top - higher)
