@@ -29,6 +29,8 @@ from experiments import (
   results,
   timed,
 )
+from experiments.ablation import compare as ablation
+from experiments.ablation import section as ablation_section
 from experiments.console import Progress, number, say, table
 from experiments.cost_model import measure, sections
 from experiments.cost_model import model as cost_model
@@ -121,7 +123,9 @@ def run(settings: Settings, *, profile: bool = False) -> int:
 
   def engine(name: str) -> Engine:
     system = settings.system(name)
-    target, drafter = prepared(system.weights, name == AR)
+    target, drafter = registry.prepare(
+      system, *prepared(system.weights, name == AR)
+    )
     return Engine(
       target,
       drafter=drafter,
@@ -209,6 +213,8 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       for name, members in records.items()
       if members
     }
+    if settings.ablation:
+      result["ablation"] = ablation.result_of(settings.ablation, records)
     result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
     result["notes"] = notes_of(result, model)
     if subject is not None:
@@ -463,6 +469,9 @@ def finish(folder, result, records, clock) -> int:
   say()
   if result["systems"]:
     say(summary_table(result["systems"]))
+  if result["ablation"]:
+    for line in ablation_section.lines(result):
+      say(line)
   failed = bool(result["recompiles"])
   for note in result["notes"]:
     say(f"note: {note}")

@@ -11,6 +11,7 @@ from experiments import hosts
 from experiments import settings as settings_lib
 from experiments.agents.protocol import Limits
 from experiments.controller.statistics import WANTED_SESSIONS
+from experiments.rounds.cluster import ClusterSettings
 from experiments.rounds.job import AGENTS, RoundSettings
 from experiments.rounds.world import Sealed
 from experiments.settings import Settings
@@ -92,8 +93,15 @@ def define_controller_flags() -> Reader:
     "agent_readable", [], "Files and folders that the agent command may read"
     " beside its own, the system and Python: where it is installed.",
   )  # fmt: skip
+  model = flags.DEFINE_string(
+    "agent_model", None, "Of the agent llm: PROVIDER:MODEL, as pydantic-ai"
+    " names them; its key is in the environment.",
+  )  # fmt: skip
   proposals = flags.DEFINE_string(
     "proposals", None, "Of the agent replay: JSON lines, one proposal each."
+  )
+  options = flags.DEFINE_list(
+    "search_options", [], "Options that the agent search tries; all by default."
   )
   champion = flags.DEFINE_string(
     "champion", None, "Folder of a finished round whose champion is the start."
@@ -114,6 +122,13 @@ def define_controller_flags() -> Reader:
     "agent_workers", None, "Tasks that agents work on side by side; by default"
     " one, or one per device.", lower_bound=1,
   )  # fmt: skip
+  cluster = flags.DEFINE_string(
+    "cluster", None, "Ray cluster on whose devices a round explores: HOST:PORT,"
+    " auto, or local for one on this host.",
+  )  # fmt: skip
+  actors = flags.DEFINE_integer(
+    "cluster_actors", 2, "Devices of the cluster that explore.", lower_bound=1
+  )
   max_trials = flags.DEFINE_integer(
     "max_trials", None, "Sessions of a round at most."
   )
@@ -121,6 +136,14 @@ def define_controller_flags() -> Reader:
     "max_device_s", None, "Seconds of work of a round at most, all slices."
   )
   max_usd = flags.DEFINE_float("max_usd", None, "Money of a round at most.")
+  round_prompts = flags.DEFINE_integer(
+    "round_prompts", None, "In a round, in the place of --num_prompts: 3 to"
+    " warm up with and two per unit of a test.", lower_bound=1,
+  )  # fmt: skip
+  round_tokens = flags.DEFINE_integer(
+    "round_tokens", None, "In a round, in the place of --max_tokens.",
+    lower_bound=1,
+  )  # fmt: skip
   long_requests = flags.DEFINE_integer(
     "sealed_long_requests", 4, "Long outputs of the sealed test.",
     lower_bound=1,
@@ -149,6 +172,7 @@ def define_controller_flags() -> Reader:
       command=command.value,
       environment=tuple(variables.value),
       readable=tuple(map(Path, readable.value)),
+      model=model.value,
       proposals=_path(proposals.value),
       champion=_path(champion.value),
       aa_sessions=aa_sessions.value or WANTED_SESSIONS,
@@ -161,6 +185,12 @@ def define_controller_flags() -> Reader:
       max_device_s=max_device_s.value,
       max_usd=max_usd.value,
       devices=hosts.parse(devices.value),
+      prompts=round_prompts.value,
+      tokens=round_tokens.value,
+      options=tuple(options.value),
+      cluster=None
+      if cluster.value is None
+      else ClusterSettings(address=cluster.value, actors=actors.value),
       sealed=Sealed(
         long_requests=long_requests.value, long_tokens=long_tokens.value
       ),

@@ -4,6 +4,8 @@
     python -m experiments.main --target=PATH --prompts=my.jsonl
     python -m experiments.main --flagfile=cpu_smoke.flags --job=profile
     python -m experiments.main --flagfile=cpu_smoke.flags --max_concurrency=1,4
+    python -m experiments.main --flagfile=cpu_smoke.flags \\
+      --ablate=node_budget=8,16,32
     python -m experiments.main --job=token_force --target=PATH --requests=RUN
     python -m experiments.main --job=paired_test --flagfile=A.flags \\
       --candidate=B.flags
@@ -33,6 +35,7 @@ from experiments import (
   serving_flags,
   settings,
 )
+from experiments.ablation import design
 from experiments.controller import paired_test
 from experiments.faults import job as faults
 from experiments.metrics import MeasurementError
@@ -74,6 +77,17 @@ _SET = flags.DEFINE_string(
 _SWEEP = flags.DEFINE_string(
   "sweep", "", "OPTION=VALUE|VALUE|...: a system for each value, with the"
   " options of --set beside it.",
+)  # fmt: skip
+_ABLATE = flags.DEFINE_multi_string(
+  "ablate", None, "OPTION=VALUE,VALUE,...: a system for each value, all else"
+  " as stock has it, held against that of the first value and against stock"
+  " request by request; a single value is held fixed, several --ablate make a"
+  " grid. mechanisms: each alone, all, and all but each; or"
+  " mechanisms=OPTION,OPTION=VALUE+OPTION=VALUE,... of your choice.",
+)  # fmt: skip
+_ABLATE_DESIGN = flags.DEFINE_enum(
+  "ablate_design", None, design.DESIGNS, "What several --ablate make: a grid,"
+  " or one at a time, the others at their first values.",
 )  # fmt: skip
 _SYSTEMS = flags.DEFINE_list(
   "systems", None, "Of ar, stock, candidate; by default ar, stock where there"
@@ -136,6 +150,7 @@ def read_settings() -> settings.Settings:
     )
   options = registry.parse_options(_SET.value) if _SET.value else None
   sweep = registry.parse_sweep(_SWEEP.value, options or SystemConfig())
+  ablation = _ablation(batch=read_load() is not None)
   systems = _SYSTEMS.value
   if systems is None:
     systems = settings.default_systems(
@@ -143,6 +158,9 @@ def read_settings() -> settings.Settings:
     )
   if sweep and settings.CANDIDATE not in systems:
     options = None  # What the sweep starts from.
+  if ablation is not None:
+    systems = dict.fromkeys((*systems, ablation.baseline))
+    sweep |= ablation.systems
   return settings.Settings(
     target=_TARGET.value,
     drafter=_DRAFTER.value,
@@ -166,6 +184,31 @@ def read_settings() -> settings.Settings:
     card=_CARD.value,
     flags=_flag_values(),
     batch=read_load() is not None,
+    ablation=ablation,
+  )
+
+
+def _ablation(*, batch: bool) -> design.Ablation | None:
+  """What --ablate asks for; None without it."""
+  if not _ABLATE.value:
+    if _ABLATE_DESIGN.value is not None:
+      raise SpecPilotError("--ablate_design is of --ablate: give that too")
+    return None
+  if _SWEEP.value:
+    raise SpecPilotError("--ablate and --sweep: give one of them")
+  if _JOB.value not in ("benchmark", "profile"):
+    raise SpecPilotError(
+      f"--ablate is of --job=benchmark and --job=profile, not of {_JOB.value}"
+    )
+  drafter = _DRAFTER.value != "none"
+  target = _TARGET.value or ""
+  return design.parse(
+    _ABLATE.value,
+    _ABLATE_DESIGN.value or design.GRID,
+    baseline=settings.STOCK if drafter else settings.AR,
+    drafter=drafter,
+    batch=batch,
+    in_fp8=target.lower().startswith(loading.FP8_PREFIX),
   )
 
 

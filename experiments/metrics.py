@@ -235,12 +235,20 @@ def _rates(records: Sequence[Record]) -> dict[str, float | None]:
 
 
 def _group(records: Sequence[Record]) -> dict[str, Any]:
+  """Some requests of a system. Under a load they have no speed: while they were
+  served others were too. Then there is their mean TPOT."""
+  rates: dict[str, Any] = _rates(records)
+  if serving.is_load(records):
+    tpot = [r["metrics"]["tpot_ms"] for r in records]
+    tpot = [ms for ms in tpot if ms is not None]
+    rates = dict.fromkeys(rates)
+    rates["mean_tpot_ms"] = _ratio(sum(tpot), len(tpot))
   return {
     "requests": len(records),
     "output_tokens": sum(len(r["output_ids"]) for r in records),
     "loop_requests": sum(r["finish_reason"] == LOOP for r in records),
     **_taus(records),
-    **_rates(records),
+    **rates,
   }
 
 

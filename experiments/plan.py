@@ -95,6 +95,8 @@ def memory(
   weights: Sequence[str] = ("bf16",),
   views: int = 0,
   packed_views: bool = False,
+  pass_rows: int = 1,
+  copied: int = 0,
 ) -> dict[str, int]:
   """Bytes by purpose of the engines of one run.
 
@@ -108,13 +110,16 @@ def memory(
     views: targets of 8-bit views beside weights in bf16.
     packed_views: whether those are in W12, as kernels read them, and not
       matrices.
+    pass_rows: of the largest pass that chooses tokens.
+    copied: slots whose states a step copies to and from.
   """
   shape = dict(
     dtype=dtype, max_seq_len=max_seq_len, prefill_chunk=prefill_chunk
   )
   with_drafter = footprint.footprint(target, drafter, **shape)
   without = footprint.footprint(target, None, **shape)
-  rows = min(prefill_chunk, max_seq_len)
+  rows = max(min(prefill_chunk, max_seq_len), pass_rows)
+  of_slot = with_drafter.kv_cache_bytes + with_drafter.recurrent_bytes
   held = {}
   if "bf16" in weights:
     held["target"] = with_drafter.target_bytes
@@ -137,7 +142,8 @@ def memory(
     + plain * without.kv_cache_bytes,
     "drafter_context": drafting * with_drafter.drafter_cache_bytes,
     "recurrent_state": (drafting + plain) * without.recurrent_bytes,
-    "workspace": SCORED_COPIES * rows * target.vocab_size * 4,
+    "workspace": SCORED_COPIES * rows * target.vocab_size * 4
+    + 2 * copied * of_slot,
   }
 
 

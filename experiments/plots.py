@@ -9,10 +9,13 @@ from matplotlib.figure import Figure
 
 Systems = Mapping[str, Mapping[str, Any]]
 
-# Distinct for readers with colour-blindness too (Okabe and Ito's palette). A
-# system has one colour in all plots.
+# Distinct for readers with colour-blindness too (Okabe and Ito's palette, then
+# Tol's muted one). A system has one colour in all plots.
 _COLOURS = {"ar": "#888888", "stock": "#0072b2", "candidate": "#d55e00"}
-_OTHERS = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_OTHERS = (
+  "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#117733", "#999933",
+  "#332288",
+)  # fmt: skip
 
 
 def _png(figure: Figure) -> bytes:
@@ -39,14 +42,18 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def _legend(axes) -> None:
-  """Above the plot, where it hides nothing; as many columns as fit."""
+  """Above the plot, where it hides nothing; as many columns as fit, and a
+  figure as high as its lines need."""
   _, labels = axes.get_legend_handles_labels()
   longest = max(map(len, labels), default=0)
+  columns = min(4, max(1, 85 // (longest + 8)))
+  height = axes.figure.get_figheight()
+  axes.figure.set_figheight(height + 0.2 * (-(-len(labels) // columns) - 1))
   axes.legend(
     frameon=False,
     loc="lower left",
     bbox_to_anchor=(0, 1),
-    ncols=min(4, max(1, 85 // (longest + 8))),
+    ncols=columns,
     fontsize=9,
   )
 
@@ -302,4 +309,36 @@ def gains(
   axes.set_xlabel("unit")
   axes.set_ylabel("gain over stock, per cent")
   _legend(axes)
+  return _png(figure)
+
+
+def forest(
+  groups: Mapping[str, Sequence[tuple[str, float, float, float]]], label: str
+) -> bytes:
+  """Ratios with their intervals, one line each, against a line at 1.
+
+  Args:
+    groups: (name, ratio, lower end, upper end) by what they are over.
+    label: of the horizontal axis.
+  """
+  names = list(dict.fromkeys(n for rows in groups.values() for n, *_ in rows))
+  figure, axes = _axes(height=1.2 + 0.42 * len(names))
+  axes.grid(axis="y", visible=False)
+  axes.grid(axis="x", alpha=0.25)
+  colours = (_COLOURS["stock"], _COLOURS["candidate"], *_OTHERS)
+  for i, (group, rows) in enumerate(groups.items()):
+    at = [names.index(n) + 0.18 * (i - (len(groups) - 1) / 2) for n, *_ in rows]
+    middle, low, high = np.asarray([row[1:] for row in rows]).T
+    axes.errorbar(
+      middle, at, xerr=(middle - low, high - middle), fmt="o", markersize=4,
+      capsize=3, color=colours[i % len(colours)], label=group,
+    )  # fmt: skip
+  axes.axvline(1, color="#888888", linewidth=1)
+  axes.set_yticks(range(len(names)), names)
+  axes.set_ylim(len(names) - 0.5, -0.5)
+  axes.set_xlabel(label)
+  # Names may leave little width to the axes.
+  axes.legend(
+    frameon=False, loc="lower right", bbox_to_anchor=(1, 1), fontsize=9
+  )
   return _png(figure)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import forcing, metrics, plan, plots, results
+from experiments.ablation import compare as ablation
+from experiments.ablation import section as ablation_section
 from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
 from experiments.controller import section as paired_section
@@ -122,6 +124,14 @@ def _check_figures(path: Path, result, records) -> None:
           f"{path}: {field!r} of {name} is not that of {results.RESULT}; one"
           " of the two files was changed"
         )
+  told = result["ablation"]
+  if told:
+    again = ablation.comparisons(told["pairs"], records)
+    if not _agree(results.to_json(again), told["comparisons"]):
+      raise SpecPilotError(
+        f"{path}: the comparisons of the ablation are not those of"
+        f" {results.RESULT}; one of the two files was changed"
+      )
   if systems and results.sha256(path) != result["requests_sha256"]:
     raise SpecPilotError(
       f"{path}: not the file that {results.RESULT} was made from (its SHA-256"
@@ -152,6 +162,8 @@ def _blocks(result, records) -> list[Block]:
   blocks += [Text(f"Note: {note}") for note in result["notes"]]
   if systems:
     blocks += serving_section.blocks(systems)
+    if result["ablation"]:
+      blocks += ablation_section.blocks(result)
     blocks += _speed(systems)
     blocks += _acceptance(systems, records)
   if result["round"]:
@@ -195,7 +207,8 @@ def _speed(systems) -> list[Block]:
   for name, s in systems.items():
     paired = s["paired_speedup_vs_ar"]
     interval = "-"
-    if paired and name != metrics.at_level(AR, name):
+    # Requests of a load share passes: their ratios are not independent.
+    if paired and name != metrics.at_level(AR, name) and "level" not in s:
       low, high = paired["ci95"]
       interval = f"{paired['geomean']:.2f} [{low:.2f}, {high:.2f}]"
     same = s["same_output_as_ar"]
@@ -251,12 +264,15 @@ def _speed(systems) -> list[Block]:
       ("milliseconds", "mean", "median", "p90", "p95", "p99", "std"),
       tuple(latency),
     ),
-    Plot("Speed by domain", plots.speed_by_group(systems, "domains", "domain")),
-    Plot(
-      "Speed by output length",
-      plots.speed_by_group(systems, "lengths", "output tokens"),
-    ),
   ]
+  # Of a load a part of the requests has no speed of its own.
+  single = {name: s for name, s in systems.items() if "level" not in s}
+  for title, field, label in (
+    ("Speed by domain", "domains", "domain"),
+    ("Speed by output length", "lengths", "output tokens"),
+  ):
+    if single:
+      blocks.append(Plot(title, plots.speed_by_group(single, field, label)))
   return blocks
 
 
@@ -336,6 +352,7 @@ def _domains(systems) -> list[Block]:
       str(d["loop_requests"]),
       number(d["output_throughput"], 1),
       number(d["decode_throughput"], 1),
+      number(d.get("mean_tpot_ms"), 2),
       str(d["requests"]),
       str(d["output_tokens"]),
     )
@@ -354,6 +371,7 @@ def _domains(systems) -> list[Block]:
     "loops",
     "tok/s",
     "decode tok/s",
+    "mean TPOT ms",
     "requests",
     "tokens",
   )

@@ -51,6 +51,7 @@ _ADDED: dict[str, Any] = {
   "round": None,
   "champion": None,
   "faults": None,
+  "ablation": None,
 }
 
 # Fields of a record that token forcing and reports read, with their types.

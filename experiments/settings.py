@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from experiments.ablation.design import Ablation
 from pallas_kernels.dispatch import Kernels
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.sampling import SamplingParams
@@ -27,7 +28,7 @@ class Settings:
       `SystemConfig()`, `candidate` is what `options` describes; and those of
       the sweep.
     options: the candidate; None without one.
-    sweep: more systems by name.
+    sweep: more systems by name, those of an ablation among them.
     prompt_sets: names or files, see `experiments.prompts`.
     num_prompts: at most so many of each set; None for all.
     split: `dev`, `sealed` or `all`; None is dev for sets, all for files.
@@ -45,6 +46,7 @@ class Settings:
     card: key of `devices.CARDS` that the run is for; None runs anywhere.
     flags: every flag as text, for the record.
     batch: whether requests are decoded several at a time.
+    ablation: which of the systems are held against which; None without one.
   """
 
   target: str
@@ -69,6 +71,7 @@ class Settings:
   flags: Mapping[str, str]
   sweep: Mapping[str, SystemConfig] = dataclasses.field(default_factory=dict)
   batch: bool = False
+  ablation: Ablation | None = None
 
   def __post_init__(self):
     known = (AR, STOCK, CANDIDATE, *self.sweep)

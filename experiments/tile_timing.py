@@ -334,7 +334,7 @@ def measure_shape(
     view: the 8-bit view too.
 
   Returns:
-    What `summary` takes.
+    What `summary` takes, and all `tiles` of the product with their times.
   """
   keys = jax.random.split(jax.random.key(0), BUFFERS)
   matrices = [weights(key, shape) for key in keys]
@@ -352,7 +352,11 @@ def measure_shape(
     pairs = zip(cases, times, strict=True)
     for case, us in sorted(pairs, key=lambda pair: pair[1]):
       say(f"{shape[0]} x {shape[1]}, {n} rows: {us:8.2f} us  {case.label}")
-    found.append(
-      {"shape": shape, "count": count, "rows": n, **best(cases, times)}
-    )
+    every = [
+      {"tile": dataclasses.asdict(case.tile), "us": us}
+      for case, us in zip(cases, times, strict=True)
+      if case.tile is not None and not case.view
+    ]
+    one = {"shape": shape, "count": count, "rows": n, "tiles": every}
+    found.append(one | best(cases, times))
   return found

@@ -9,7 +9,7 @@
     python -m memory add --round=DIR          a finished round
     python -m memory add --base=DIR           sources that patches apply to
     python -m memory replay --deployment=FILE [--onto=DIR] [--output=FILE]
-        [--holds=gpu,drafter,sampled]
+        [--holds=gpu,drafter,sampled,batch,fp8]
 
 An id may be cut to any beginning that no other has. --memory=DIR is another
 memory than this repository's. `add` with --before and --after takes what

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memory import merging, reading, rounds, schema, sources, transfer
+from memory.files import parse_json
 from memory.manifest import digest
 from memory.schema import NEGATIVE
 from memory.store import Store
@@ -123,7 +124,7 @@ def verify(root: Path) -> Iterator[str]:
 
 def _object(path: Path) -> dict[str, Any]:
   try:
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields = parse_json(path.read_bytes())
   except OSError as e:
     raise SpecPilotError(f"{path}: {e.strerror}") from None
   except ValueError:
@@ -159,23 +160,28 @@ def add(
   """
   fields = _object(record)
   options = fields.get("options", [])
-  if any(isinstance(option, str) for option in options):
+  if isinstance(options, list) and any(
+    isinstance(option, str) for option in options
+  ):
     fields["options"] = list(rounds.registration(options))
+  if before is not None and after is None:
+    raise SpecPilotError("add: --before needs --after")
   data, tree = b"", None
   if patch is not None:
     if after is not None:
       raise SpecPilotError("add: either --patch or --after, not both")
     data = patch.read_bytes()
   elif after is not None:
+    schema.check_ids("depends_on", fields.get("depends_on", ()))
     ids = [store[i].id for i in fields.get("depends_on", ())]
     ours = store.trees.together(fields.get("base") or store.base_root, ids)
     tree = sources.read(after)
     if before is not None:
       tree = merging.merge_trees(sources.read(before), ours, tree, both=True)
     data = sources.patch(ours, tree)
-  elif before is not None:
-    raise SpecPilotError("add: --before needs --after")
   files = {path.name: path.read_bytes() for path in evidence}
+  if len(files) < len(evidence):
+    raise SpecPilotError("add: two files of --evidence have one name")
   name = store.add(fields, data, files, tree=tree)
   yield f"{name}: {store[name].record.title}"
 
@@ -215,11 +221,21 @@ def replay(
     holds: needs of entries that it meets.
     output: file for proposals, JSON lines.
   """
+  for need in holds:
+    if need not in schema.NEEDS:
+      raise SpecPilotError(
+        f"--holds must be of {', '.join(schema.NEEDS)}, got {need!r}"
+      )
   told = _object(deployment)
-  if "deployment" in told and "sampling" in told:
-    where = rounds.fingerprint_of(told)
-  else:
-    where = schema.fingerprint(told)
+  try:
+    if "deployment" in told and "sampling" in told:
+      where = rounds.fingerprint_of(told)
+    else:
+      where = schema.fingerprint(told)
+  except (KeyError, TypeError, AttributeError):
+    raise SpecPilotError(f"{deployment}: damaged: no result.json") from None
+  except SpecPilotError as e:
+    raise SpecPilotError(f"{deployment}: {e}") from None
   tree = sources.read(onto)
   choices = transfer.choose(store, where, tree, holds=holds)
   lines = []

@@ -15,7 +15,8 @@ first: a head that is behind is what a crash in between leaves.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,26 @@ from specpilot_jax.errors import SpecPilotError
 
 LOG, HEAD = "log.jsonl", "head.json"
 BASE, ENTRY, CONFLICT, STATUS = "base", "entry", "conflict", "status"
-_FIELDS: Mapping[str, Mapping[str, type]] = {
-  BASE: {"root": str, "file_sha256": str, "commit": str},
-  ENTRY: {"id": str},
-  CONFLICT: {"entries": list, "reason": str},
-  STATUS: {"entry": str, "deployment": dict},
+_Form = tuple[str, Callable[[Any], bool]]
+
+
+def _matches(pattern: str) -> Callable[[Any], bool]:
+  return lambda x: isinstance(x, str) and bool(re.fullmatch(pattern, x))
+
+
+_TEXT: _Form = ("a text", lambda x: isinstance(x, str))
+_SHA: _Form = ("a sha256", _matches("[0-9a-f]{64}"))
+_ID: _Form = ("an id", _matches(r"mem-[0-9a-f]{16}"))
+_IDS: _Form = (
+  "a list of ids",
+  lambda x: isinstance(x, list) and all(map(_ID[1], x)),
+)
+_OBJECT: _Form = ("an object", lambda x: isinstance(x, dict))
+_FIELDS: Mapping[str, Mapping[str, _Form]] = {
+  BASE: {"root": _SHA, "file_sha256": _SHA, "commit": _TEXT},
+  ENTRY: {"id": _ID},
+  CONFLICT: {"entries": _IDS, "reason": _TEXT},
+  STATUS: {"entry": _ID, "deployment": _OBJECT},
 }
 _FIRST = "0" * 64
 
@@ -75,7 +91,7 @@ def read(root: Path) -> tuple[list[Line], list[str]]:
 
 def _line(number: int, text: bytes, previous: str) -> Line:
   try:
-    fields = json.loads(text)
+    fields = files.parse_json(text)
     n, before, event = (fields.pop(k) for k in ("n", "previous", "event"))
   except (ValueError, KeyError, AttributeError, TypeError):
     raise SpecPilotError("damaged: no line of a log") from None
@@ -85,12 +101,12 @@ def _line(number: int, text: bytes, previous: str) -> Line:
     )
   if before != previous:
     raise SpecPilotError("does not follow the line before, which was changed")
-  known = _FIELDS.get(event)
+  known = _FIELDS.get(event) if isinstance(event, str) else None
   if known is None or set(fields) != set(known):
     raise SpecPilotError(f"{event!r} is no event, or has not its fields")
-  for name, kind in known.items():
-    if not isinstance(fields[name], kind):
-      raise SpecPilotError(f"{name} must be a {kind.__name__}")
+  for name, (what, holds) in known.items():
+    if not holds(fields[name]):
+      raise SpecPilotError(f"{name} must be {what}")
   line = Line(number, event, fields, digest(text))
   if _text(line, previous) != text:
     raise SpecPilotError("is not written as a log writes it")
@@ -115,9 +131,12 @@ def _head_problems(root: Path, lines: Sequence[Line]) -> Iterator[str]:
       yield f"{HEAD} is missing"
     return
   try:
-    head = json.loads(path.read_bytes())
-    n, last = int(head["n"]), head["digest"]
+    head = files.parse_json(path.read_bytes())
+    n, last = head["n"], head["digest"]
   except (ValueError, KeyError, TypeError):
+    yield f"{HEAD}: damaged"
+    return
+  if type(n) is not int or not isinstance(last, str):
     yield f"{HEAD}: damaged"
     return
   if path.read_bytes() != _head(n, last):

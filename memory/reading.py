@@ -1,7 +1,6 @@
 """Reads a memory from the disk, and says all that is wrong with it."""
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -41,7 +40,10 @@ def problems(root: Path = ROOT) -> list[str]:
   followed, and every entry's trees are made from base and patches and compared
   with what was recorded.
   """
-  read = Reader(root)
+  if not root.is_dir():
+    raise SpecPilotError(f"memory: {root} is not a folder")
+  with files.settled(root):
+    read = Reader(root)
   found = [*read.problems, *read.unfinished]
   made = read.trees()
   for name in read.entries:
@@ -104,6 +106,8 @@ class Reader:
     self._read_entries(logged)
     self._check_graph(logged)
     self._check_log()
+    if self.unfinished and not (root / log_lib.LOG).exists():
+      self.unfinished.insert(0, f"{log_lib.LOG} is missing")
 
   def trees(self) -> trees.Trees:
     return trees.Trees(
@@ -170,7 +174,7 @@ class Reader:
       self._damage(name, f"{where}/{RECORD} was changed: it is not {name}")
     try:
       record = schema.decode(data)
-      if schema.encode(json.loads(data)) != data:
+      if schema.encode(files.parse_json(data)) != data:
         self._damage(name, f"{where}/{RECORD} is not written as records are")
     except SpecPilotError as e:
       self._damage(name, f"{where}/{RECORD}: {e}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memory import patches, schema, sources, transfer
+from memory.files import parse_json
 from memory.manifest import manifest_of
 from memory.reading import Entry
 from memory.schema import MECHANISM, NEGATIVE, Deployment, Fingerprint
@@ -111,9 +112,9 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
     SpecPilotError: no finished round, or a file that is damaged.
   """
   try:
-    result = json.loads(_read(folder / "result.json"))
+    result = parse_json(_read(folder / "result.json"))
     lines = _read(folder / "round.jsonl").splitlines()
-    events = [json.loads(line) for line in lines]
+    events = [parse_json(line) for line in lines]
     if result["job"] != "round":
       raise SpecPilotError(f"{folder}: not of a round, of {result['job']!r}")
     proposals = {}

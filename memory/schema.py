@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from memory.files import parse_json
 from memory.manifest import digest
 from specpilot_jax.errors import SpecPilotError
 
@@ -31,8 +32,9 @@ what ties them together; a result that says what not to try again."""
 
 FACTORS = ("tau", "kernel", "overhead", "batch")
 
-NEEDS = ("gpu", "drafter", "sampled")
-"""What a deployment may have: a GPU, a drafter, a temperature above 0."""
+NEEDS = ("gpu", "drafter", "sampled", "batch", "fp8")
+"""What a deployment may have: a GPU, a drafter, a temperature above 0, several
+requests at a time, weights in FP8."""
 
 STATUSES = (
   "verified",  # accepted by a paired test of the controller
@@ -210,11 +212,17 @@ def encode(fields: Any) -> bytes:
 
   >>> encode({"b": 1, "a": [True]})
   b'{\\n "a": [\\n  true\\n ],\\n "b": 1\\n}\\n'
+
+  Raises:
+    SpecPilotError: what JSON or UTF-8 has no form for.
   """
-  text = json.dumps(
-    fields, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False
-  )
-  return text.encode() + b"\n"
+  try:
+    text = json.dumps(
+      fields, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False
+    )
+    return text.encode() + b"\n"
+  except (ValueError, TypeError, RecursionError) as e:
+    raise SpecPilotError(f"cannot be written as JSON: {e}") from None
 
 
 def id_of(record: bytes) -> str:
@@ -264,7 +272,7 @@ def decode(data: bytes) -> Record:
     SpecPilotError: names the field that is wrong, and what was expected.
   """
   try:
-    fields = json.loads(data)
+    fields = parse_json(data)
   except ValueError:
     raise SpecPilotError("not JSON") from None
   if not isinstance(fields, dict):
@@ -298,6 +306,15 @@ def from_fields(fields: Mapping[str, Any]) -> Record:
   record = Record(**values)
   _check_together(record)
   return record
+
+
+def check_ids(name: str, value: Any) -> None:
+  """Refuses what is no list of ids or of beginnings of ids.
+
+  Raises:
+    SpecPilotError: names the field.
+  """
+  _check(name, value, ("a list of ids", _LINES[1]))
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Mapping[str, Any]):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memory import patches
+from memory.files import parse_json
 from memory.patches import PatchError
 from specpilot_jax.errors import SpecPilotError
 
@@ -79,7 +80,7 @@ def unpack(data: bytes) -> dict[str, bytes]:
     SpecPilotError: damaged, or not of source files.
   """
   try:
-    files = json.loads(gzip.decompress(data))
+    files = parse_json(gzip.decompress(data))
     tree = {path: text.encode() for path, text in files.items()}
   except (OSError, EOFError, ValueError, AttributeError, TypeError, zlib.error):
     raise SpecPilotError("damaged: no packed tree") from None

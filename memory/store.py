@@ -59,7 +59,10 @@ class Store:
 
   def __init__(self, root: Path = ROOT):
     self.root = root
-    self._read()
+    if not root.is_dir():
+      raise SpecPilotError(f"memory: {root} is not a folder")
+    with files.settled(root):
+      self._read()
 
   def _read(self) -> None:
     read = Reader(self.root)
@@ -212,9 +215,12 @@ class Store:
     if patch:
       hashes[PATCH] = digest(patch)
     for name in ("depends_on", "conflicts_with", "supersedes"):
+      schema.check_ids(name, values.get(name, ()))
       values[name] = sorted(self[i].id for i in values.get(name, ()))
     patched = bool(patch) or values.get("kind") != NEGATIVE
     base = values.get("base") or (self.base_root if patched else None)
+    if not isinstance(base, str | None):
+      raise SpecPilotError(f"memory: base must be a sha256, got {base!r}")
     probe = trees.Trees(
       bases(self.root, self.log),
       {

@@ -111,16 +111,23 @@ MOST = 0.8
 """Share of a patch's lines that sources must have so that they have it."""
 
 
-def is_present(entry: Entry, tree: Mapping[str, bytes]) -> bool:
+def is_present(
+  entry: Entry,
+  tree: Mapping[str, bytes],
+  options: Collection[str] | None = None,
+) -> bool:
   """Whether sources have a mechanism, perhaps in a later form.
 
   They do where they register its options and have the files that it adds; of
   one that brings neither, where they have most of the lines that it adds.
+
+  Args:
+    options: that the sources register; read from them by default.
   """
   record = entry.record
   added = [path for path, pair in record.sources.items() if pair[0] is None]
   if added or record.options:
-    options = sources.registered(tree)
+    options = sources.registered(tree) if options is None else options
     return all(path in tree for path in added) and all(
       name in options for name in record.option_names
     )
@@ -141,8 +148,9 @@ def present(store: Store, tree: Mapping[str, bytes]) -> set[str]:
   where a later one has moved its lines elsewhere.
   """
   found = set()
+  options = sources.registered(tree)
   for name, entry in store.entries.items():
-    if entry.patch and is_present(entry, tree):
+    if entry.patch and is_present(entry, tree, options):
       found.add(name)
       record = entry.record
       new = any(pair[0] is None for pair in record.sources.values())
@@ -207,7 +215,7 @@ def _state(
       reason="the sources have it",
     )
   try:
-    made = apply(store, [entry.id], tree)
+    made = apply(store, [entry.id], tree, there)
   except merging.MergeError as e:
     return dataclasses.replace(
       choice,
@@ -230,17 +238,23 @@ def _state(
 
 
 def apply(
-  store: Store, ids: Sequence[str], tree: Mapping[str, bytes]
+  store: Store,
+  ids: Sequence[str],
+  tree: Mapping[str, bytes],
+  there: Collection[str] | None = None,
 ) -> dict[str, bytes]:
   """Sources with some entries and what they stand on.
 
   What the sources have already is left as it is there.
 
+  Args:
+    there: `present` of the sources, where it is known.
+
   Raises:
     MergeError: an entry clashes with the sources; names files and places.
   """
   made = dict(tree)
-  there = present(store, tree)
+  there = present(store, tree) if there is None else there
   absent = [name for name in ids if name not in there]
   for name in trees.closure(store.records, absent):
     if store.entries[name].patch and name not in there:

@@ -80,6 +80,7 @@ def _program(
   pltriton.store(out_ref.at[row, index], y.astype(out_ref.dtype), mask=inside)
 
 
+@dispatch.once("eps", "zero_centered", "implementation")
 def _add_norm_kernel(x, delta, weight, eps, zero_centered, implementation):
   if x.dtype not in (jnp.bfloat16, jnp.float32):
     raise ValueError(f"add_norm's kernel does not take {x.dtype}")
@@ -88,7 +89,7 @@ def _add_norm_kernel(x, delta, weight, eps, zero_centered, implementation):
   return pl.pallas_call(
     functools.partial(
       _program,
-      padded=1 << (size - 1).bit_length(),
+      padded=pl.next_power_of_2(size),
       eps=eps,
       zero_centered=zero_centered,
     ),

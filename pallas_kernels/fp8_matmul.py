@@ -98,7 +98,7 @@ def card() -> Card:
 
 def rows_of(n: int) -> int:
   """Rows of a tile of x where there are n in all."""
-  return min(MOST_ROWS, max(LEAST_ROWS, 1 << (n - 1).bit_length()))
+  return min(MOST_ROWS, max(LEAST_ROWS, pl.next_power_of_2(n)))
 
 
 def shares_of(w: FP8Array, programs: int) -> int:
@@ -169,6 +169,7 @@ def _product(x, w):
   return (products * (scale.T[:, :, None] * scales.T[:, None, :])).sum(axis=0)
 
 
+@dispatch.once("implementation", "tile", "shares")
 def _kernel(x, w, implementation, tile, shares):
   n = x.shape[0]
   rows = w.codes.shape[0]

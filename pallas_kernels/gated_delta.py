@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 PREFILL_CHUNK = 64
@@ -134,7 +135,7 @@ def solve_by_inverse(
 ) -> Float[Array, "*B N V"]:
   """The same without BLAS, whose threads and XLA's wait for each other."""
   n = strict.shape[-1]
-  fill = (1 << (n - 1).bit_length()) - n  # rows of the identity
+  fill = pl.next_power_of_2(n) - n  # rows of the identity
   pad = ((0, 0),) * (strict.ndim - 2) + ((0, fill), (0, fill))
   inverse = unit_lower_inverse(jnp.pad(strict, pad))[..., :n, :n]
   return _einsum("...ij,...jv->...iv", inverse, rhs)
@@ -355,7 +356,7 @@ def chunk_prefill(
   """
   n, key_heads, key_dim = k.shape
   value_heads, value_dim = v.shape[1:]
-  chunk = min(1 << (n - 1).bit_length(), PREFILL_CHUNK)
+  chunk = min(pl.next_power_of_2(n), PREFILL_CHUNK)
   num = -(-n // chunk)
   valid = (jnp.arange(n) < count)[:, None]
   # No decay and no update: a token that does not exist changes nothing.

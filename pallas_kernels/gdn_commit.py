@@ -75,6 +75,7 @@ def _program(
   after_ref[...] = after
 
 
+@dispatch.once("implementation")
 def _commit_kernel(state, k, u, decay, path, count, implementation):
   if state.dtype != jnp.float32:
     raise ValueError(f"commit's kernel takes float32, not {state.dtype}")

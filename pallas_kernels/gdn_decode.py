@@ -135,6 +135,7 @@ def _program(
   after_ref[...] = kept * state + k[:, None] * u[None, :]
 
 
+@dispatch.once("key_heads", "implementation")
 def _decode_kernel(
   projected, conv, conv_weight, a_log, dt_bias, state, live, key_heads,
   implementation,

@@ -315,6 +315,7 @@ def _program(
       key_ref[nodes[i], :] = k[i]
 
 
+@dispatch.once("key_heads", "implementation")
 def _verify_kernel(
   mixed, projected, a_log, dt_bias, state, mask, key_heads, implementation
 ):

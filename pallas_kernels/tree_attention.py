@@ -294,6 +294,7 @@ def _program(
     total_ref[...] = jnp.zeros((rows,), jnp.float32)
 
 
+@dispatch.once("scale", "implementation")
 def _tree_attention_kernel(
   q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,
   implementation,

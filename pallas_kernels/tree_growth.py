@@ -233,7 +233,7 @@ def _program(
   """
   addresses, nodes = score_ref.shape[0], tokens_ref.shape[0]
   chain = min(addresses // stride - 1, nodes - 1)
-  size = max(tree_table.padded(nodes), _WARP)
+  size = max(pl.next_power_of_2(nodes), _WARP)
   words = range(-(-nodes // _WORD))
   shift = addresses.bit_length()
   # In the last slot, and not the last of it: its sibling is in range.
@@ -376,6 +376,14 @@ def _program(
 
 
 def _grow_kernel(numbers, table, nodes, implementation):
+  addresses = table.scores.shape[0]
+  # An entry is a node's index and an address: 31 bits of an int32.
+  places = max(pl.next_power_of_2(nodes), _WARP)
+  if addresses.bit_length() + (places - 1).bit_length() > 31:
+    raise ValueError(
+      f"tree_growth's kernel does not take {nodes} nodes over {addresses}"
+      " addresses"
+    )
   row = jax.ShapeDtypeStruct((nodes,), jnp.int32)
   *arrays, count = pl.pallas_call(
     functools.partial(_program, ranks=table.ranks, stride=table.stride),

@@ -30,7 +30,7 @@ ROWS = 64
 CONSUMERS = 2
 """Warp groups that multiply, at most; one more loads."""
 BLOCK = 64
-"""Keys, or values, of a slot of the ring; whole words of bits."""
+"""Keys, or values, of a slot of the ring: what `wgmma` takes of values."""
 WORDS = BLOCK // 32
 IN_FLIGHT = 1
 """Products that may be while weights are computed: 1, those with values."""

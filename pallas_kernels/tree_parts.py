@@ -30,7 +30,7 @@ PARTS_AT_ONCE = 16
 
 def power_of_two(n: int) -> int:
   """The least from `n` on, 16 at least."""
-  return max(16, 1 << (n - 1).bit_length())
+  return max(16, pl.next_power_of_2(n))
 
 
 def shares(

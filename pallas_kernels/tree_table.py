@@ -102,11 +102,6 @@ def numbers_of(*numbers) -> Int[Array, " n"]:
   return jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers])
 
 
-def padded(n: int) -> int:
-  """The next power of two: what a tile has room for."""
-  return 1 << (n - 1).bit_length()
-
-
 def _rank(
   numbers_ref,
   tokens_ref,
@@ -126,7 +121,7 @@ def _rank(
   # The slot behind the last reads the last, and holds nothing.
   own = jnp.minimum(slot, slots - 1)
   there = slot < jnp.minimum(numbers_ref[0], slots)
-  size = padded(candidates)
+  size = pl.next_power_of_2(candidates)
 
   def read(shape, axis):
     """Key and tie-breakers, in the layout in which they are compared."""

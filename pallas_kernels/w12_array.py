@@ -19,7 +19,8 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Int, Int32, UInt8, UInt16
+from jax.experimental import pallas as pl
+from jaxtyping import Array, BFloat16, Bool, Int, Int32, UInt8, UInt16
 
 TILE = 64
 """Rows and columns of a tile of lanes, unless the matrix is smaller."""
@@ -100,7 +101,7 @@ class W12Array:
 
 def tile_shape(lanes: int, columns: int) -> tuple[int, int]:
   """h and w of the tiles of planes [P, I]."""
-  return min(TILE, 1 << (lanes - 1).bit_length()), math.gcd(TILE, columns)
+  return min(TILE, pl.next_power_of_2(lanes)), math.gcd(TILE, columns)
 
 
 def tile_plane(plane):
@@ -177,7 +178,7 @@ def bits(code: Int[Array, "..."], base: Int[Array, "..."]) -> Array:
 
 
 def codes(
-  w: W12Array, *, view: bool = False, midpoint: bool = True
+  w: W12Array, *, view: bool = False, midpoint: Bool[Array, ""] | bool = True
 ) -> Int32[Array, "R I"]:
   """The 12-bit codes of all rows, those that pad included.
 
@@ -189,7 +190,7 @@ def codes(
   high = [x.astype(jnp.int32) for x in (w.view01, w.view23)]
   byte = jnp.concatenate([y for x in high for y in (x & 255, x >> 8)])
   if view:
-    low = MIDPOINT if midpoint else 0
+    low = MIDPOINT * jnp.asarray(midpoint, jnp.int32)
   else:
     parts = w.low.astype(jnp.int32)
     low = jnp.concatenate([(parts >> (4 * i)) & 15 for i in range(4)])
@@ -207,7 +208,7 @@ def decode(w: W12Array) -> BFloat16[Array, "O I"]:
 
 
 def decode_view(
-  w: W12Array, *, midpoint: bool = True
+  w: W12Array, *, midpoint: Bool[Array, ""] | bool = True
 ) -> BFloat16[Array, "O I"]:
   """The view's matrix: outside the window, 2^(base - 131) of either sign.
 
@@ -219,7 +220,7 @@ def decode_view(
   base = w.base[:, None].astype(jnp.int32)
   # Below base 5 that is a subnormal number, in units of 2^-133.
   least = jnp.where(base < 5, 1 << jnp.minimum(base + 2, 6), (base - 4) << 7)
-  least = ((code >> 11) << 15) | (least if midpoint else 0)
+  least = ((code >> 11) << 15) | least * jnp.asarray(midpoint, jnp.int32)
   dense = jnp.where((code >> 7) & 15 > 0, bits(code, base), least)
   dense = dense.astype(jnp.uint16)
   return lax.bitcast_convert_type(dense[: w.shape[0]], jnp.bfloat16)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, BFloat16
 
-from pallas_kernels import dispatch, w12_array
+from pallas_kernels import dispatch, w12_array, w12_parts
 from pallas_kernels.w12_array import W12Array
 
 LANES = 16
@@ -95,9 +95,7 @@ def _lists(_, start_ref, column_ref, value_ref, out_ref):
   rows = out_ref.shape[0]
   first_row = pl.program_id(0) * ROWS
   row = first_row + jnp.arange(ROWS)
-  first = start_ref[first_row]
-  last = start_ref[jnp.minimum(first_row + ROWS, rows)]
-  end = pltriton.load(start_ref.at[row + 1], mask=row < rows, other=2**31 - 1)
+  first, last, _, end = w12_parts.row_spans(start_ref, ROWS, row, rows)
 
   def step(i, carry):
     at = first + i * ENTRIES + jnp.arange(ENTRIES)

@@ -73,22 +73,10 @@ def matmul(
       "w12_hopper takes bfloat16 rows and planes in tiles of 64 by 64, not"
       f" {x.dtype} and {w.low.shape}"
     )
-  return _product(
-    x, w, out_dtype, view, midpoint, expanded, interpret,
-    programs=min(PROGRAMS, dispatch.multiprocessors(PROGRAMS)),
-  )  # fmt: skip
-
-
-# A model has hundreds of products of few shapes: each is traced once.
-@functools.partial(
-  jax.jit,
-  static_argnames=("out_dtype", "view", "midpoint", "interpret", "programs"),
-)
-def _product(x, w, out_dtype, view, midpoint, expanded, interpret, *, programs):
   n = x.shape[0]
   if n > 8 and n % 8:  # TMA takes fewer than eight, or eights.
     x = jnp.pad(x, ((0, -n % 8), (0, 0)))
-  shares = Shares.of(w, TILE, programs)
+  shares = Shares.of(w, TILE, min(PROGRAMS, dispatch.multiprocessors(PROGRAMS)))
   planes = [w.view01, w.view23] if view else [w.view01, w.view23, w.low]
   if expanded is not None:
     planes = list(expanded)
@@ -101,12 +89,13 @@ def _product(x, w, out_dtype, view, midpoint, expanded, interpret, *, programs):
     n,
     out_dtype,
     columns=columns[0] if columns else None,
-    owners=lambda lane: shares.owners(lane // TILE),
+    shares=shares,
     run=TILE,
     interpret=interpret,
   )
 
 
+@dispatch.once("shares", "lists", "midpoint", "interpret")
 def _stream(
   x, planes, shares: Shares, *, lists: bool, midpoint: bool, interpret: bool
 ):

@@ -63,12 +63,25 @@ LONG = 131_072
 number of rows of x: 1.1 % at 16, 2.5 % at 32."""
 
 
+LEAST = 16
+"""Lanes and columns of a tile of the planes, at least."""
+
+
+def takes(w: W12Array) -> bool:
+  """Whether the kernel takes the matrix: tiles that tensor cores can multiply.
+
+  Those of fewer lanes are of matrices of up to 32 rows; of fewer columns, where
+  16 does not divide the columns.
+  """
+  return w.tiled and min(w.low.shape[2:]) >= LEAST
+
+
 def max_rows(implementation: str, w: W12Array) -> int:
   """Rows of x that the kernel takes; more are multiplied with the decoded
-  matrix."""
+  matrix. 0 where it does not take the matrix."""
   if implementation == "mosaic" and w12_hopper.takes(w):
     return w12_hopper.MAX_ROWS
-  return MAX_ROWS
+  return MAX_ROWS if takes(w) else 0
 
 
 def matmul(
@@ -89,7 +102,8 @@ def matmul(
     out_dtype: of x unless given.
     view: multiplies the 8-bit view instead of the matrix.
     midpoint: of the view, see `w12_array.decode_view`.
-    implementation: kernels take bfloat16 rows, `max_rows` at most. `mosaic` is
+    implementation: kernels take bfloat16 rows, `max_rows` at most; of more, or
+      of a matrix that is too small, it is the product's definition. `mosaic` is
       `w12_hopper`, and this kernel for matrices that it does not take and for
       one row of x. One row of a small matrix is `w12_row`'s in all of them.
     tile: of the kernel, instead of the one in the table.
@@ -99,6 +113,8 @@ def matmul(
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   n = x.shape[0]
+  if implementation != "reference" and not w.tiled:
+    raise ValueError("w12_matmul's kernel takes planes in tiles")
   if implementation == "reference" or n > max_rows(implementation, w):
     dense = w12_array.decode(w)
     if view:
@@ -126,66 +142,65 @@ def matmul(
   )
 
 
-# A model has hundreds of products of few shapes: each is traced once.
-@functools.partial(
-  jax.jit,
-  static_argnames=("out_dtype", "view", "implementation", "tile", "midpoint"),
-)
 def _matmul_kernel(
   x, w, out_dtype, view, implementation, tile, expanded, midpoint
 ):
   """Two launches: what programs sum up, then all that is left to do."""
   if x.dtype != jnp.bfloat16:
     raise ValueError(f"w12_matmul's kernel does not take {x.dtype}")
-  if not w.tiled:
-    raise ValueError("w12_matmul's kernel takes planes in tiles")
   n = x.shape[0]
   _, _, height, width = w.low.shape
   tile = tile or (WIDE if w.shape[0] >= LONG else TILES[rows_of(n)])
   tile = dataclasses.replace(tile, lanes=min(tile.lanes, height))
-  if width < 16 or tile.lanes < 16:
-    raise ValueError(f"w12_matmul's kernel does not take W of {w.shape}")
   planes = (w.view01, w.view23) if view else (w.view01, w.view23, w.low)
   if expanded is not None:
     planes = (expanded,)
   shares = Shares.of(w, tile.lanes, tile.programs, ALIGN)
+  parts, *columns = _sums(
+    x, w.base, planes, shares, tile, implementation,
+    lists=not view, midpoint=midpoint,
+  )  # fmt: skip
+  return w12_parts.finish(
+    parts, w, n, out_dtype,
+    columns=None if view else columns[0],
+    shares=shares,
+    run=tile.lanes, interpret=implementation == "interpret",
+  )  # fmt: skip
+
+
+@dispatch.once("shares", "tile", "implementation", "lists", "midpoint")
+def _sums(x, base, planes, shares, tile, implementation, *, lists, midpoint):
+  """Parts [T, rows of x, rows of W] and, for lists, x by columns."""
+  n = x.shape[0]
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
-  call = functools.partial(
-    pl.pallas_call, interpret=implementation == "interpret"
-  )
   # Of the lists, an entry is of one column of x: side by side, a column's
   # numbers are one piece of memory.
   columns = (
-    () if view else (jax.ShapeDtypeStruct((x.shape[1], rows_of(n)), x.dtype),)
+    (jax.ShapeDtypeStruct((x.shape[1], rows_of(n)), x.dtype),) if lists else ()
   )
-  parts, *columns = call(
+  return pl.pallas_call(
     functools.partial(
       _stream,
       shares=shares,
       tile=tile,
       padded=rows_of(n),
       assembly=implementation == "triton",
-      transpose=not view,
+      transpose=lists,
       filled=w12_array.MIDPOINT if midpoint else 0,
     ),
     grid=(shares.programs,),
     in_specs=[anywhere] * (2 + len(planes)),
     out_shape=[
-      jax.ShapeDtypeStruct((shares.parts, n, 4 * w.lanes), jnp.float32),
+      jax.ShapeDtypeStruct((shares.parts, n, base.size), jnp.float32),
       *columns,
     ],
     out_specs=[anywhere] * (1 + len(columns)),
     compiler_params=pltriton.CompilerParams(
       num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
-    name="w12_view" if view else "w12_matmul",
-  )(x, w.base, *planes)
-  return w12_parts.finish(
-    parts, w, n, out_dtype,
-    columns=None if view else columns[0],
-    owners=lambda lane: shares.owners(lane // tile.lanes),
-    run=tile.lanes, interpret=implementation == "interpret",
-  )  # fmt: skip
+    interpret=implementation == "interpret",
+    name="w12_matmul" if lists else "w12_view",
+  )(x, base, *planes)
 
 
 def _stream(

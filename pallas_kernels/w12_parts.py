@@ -9,7 +9,6 @@ first one they would wait for memory that is busy, and hold registers.)
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels import w12_array
+from pallas_kernels import dispatch, w12_array
 from pallas_kernels.w12_array import W12Array
 
 
@@ -95,9 +94,10 @@ ENTRIES_WEIGHTS = 262_144
 
 def rows_of(n: int) -> int:
   """Rows that a kernel for n rows works on."""
-  return max(8, 1 << (n - 1).bit_length())
+  return max(8, pl.next_power_of_2(n))
 
 
+@dispatch.once("n", "out_dtype", "shares", "run", "interpret")
 def finish(
   parts: Float[Array, "T N R"] | Float[Array, "T 4 L N"],
   w: W12Array,
@@ -105,7 +105,7 @@ def finish(
   out_dtype,
   *,
   columns: Array | None,
-  owners: Callable,
+  shares: Shares,
   run: int,
   interpret: bool,
 ) -> Float[Array, "N O"]:
@@ -118,8 +118,8 @@ def finish(
     columns: [I, `rows_of(n)`], x with each column a row: of the lists, an
       entry is of one column, and side by side its numbers are one piece of
       memory. None applies no lists (the view).
-    owners: of a lane, how many parts it has.
-    run: lanes from a multiple of which on so many have as many.
+    shares: of lanes, which have as many parts as they have owners.
+    run: lanes of a group.
   """
   rows, few = w.shape[0], FINISH_N[rows_of(n)]
   many = rows >= FINISH_MANY[rows_of(n)]
@@ -137,7 +137,7 @@ def finish(
       _finish,
       size=w.lanes,
       scaled=scaled,
-      owners=owners,
+      owners=lambda lane: shares.owners(lane // run),
       run=run,
       few=few,
       high=high,
@@ -164,7 +164,7 @@ def _finish(parts_ref, *refs, size, scaled, owners, run, few, high, entries):
   each = pl.program_id(1) * few + jnp.arange(few)
   live = row < rows
   wanted = (each < n)[:, None] & live[None, :]
-  spans = _spans(list_refs[1], high, row, rows) if list_refs else None
+  spans = row_spans(list_refs[1], high, row, rows) if list_refs else None
   if size % high or run % high:
     many = owners(row % size)
     many = many[None, :] if scaled else many[:, None]
@@ -204,7 +204,7 @@ def scale_of(base):
   return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
-def _spans(start_ref, high, row, rows):
+def row_spans(start_ref, high, row, rows):
   """Where the lists of rows of W begin and end: of all, then of each."""
   first = pl.program_id(0) * high
   whole = start_ref[first], start_ref[jnp.minimum(first + high, rows)]
@@ -224,7 +224,7 @@ def _listed(columns_ref, entry_refs, spans, each, entries):
   Args:
     columns_ref: x [I, rows], each column a row.
     entry_refs: columns and values.
-    spans: see `_spans`.
+    spans: see `row_spans`.
   """
   column_ref, value_ref = entry_refs
   first, last, start, end = spans

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels import w12_array, w12_parts, w12_unpack
+from pallas_kernels import dispatch, w12_array, w12_parts, w12_unpack
 from pallas_kernels.w12_array import TILE, W12Array
 
 EIGHT = 8
@@ -63,11 +63,7 @@ def tile_of(w: W12Array) -> RowTile:
   return RowTile(lanes=2) if w.lanes < FEW_LANES else RowTile()
 
 
-# A model has hundreds of products of few shapes: each is traced once.
-@functools.partial(
-  jax.jit,
-  static_argnames=("out_dtype", "view", "midpoint", "tile", "interpret"),
-)
+@dispatch.once("out_dtype", "view", "midpoint", "tile", "interpret")
 def matmul(
   x: Float[Array, "1 I"],
   w: W12Array,

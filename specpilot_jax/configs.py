@@ -128,6 +128,7 @@ WEIGHTS = ("bf16", "w12", "fp8")
 TREES = CHAIN, BEST_FIRST, MARGINAL = ("chain", "best_first", "marginal")
 VERIFICATIONS = ONE_LEVEL, TWO_LEVEL, AUTO = ("one_level", "two_level", "auto")
 VIEWS = ("midpoint", "truncated", "scaled")
+DRAFTER_VIEWS = (EXACT := "exact", *VIEWS)
 SWITCH = OFF, ON = ("off", "on")
 
 MAX_NODES = 128
@@ -174,6 +175,8 @@ class SystemConfig:
       before it and the drafter made of the drafts.
     view: what the view says of the mantissa bits that it cuts off: the
       `midpoint`, nothing (`truncated`), or nothing and products `scaled` up.
+    drafter_view: what the drafter reads of its weights in W12, and of the head
+      that it shares: all of them (`exact`), or a view as above.
     shared_budget: `on` gives a batch's pass a number of nodes for all requests,
       which go to the drafts with the highest path scores.
     shared_nodes: that number, anchors included; None chooses it by the load.
@@ -190,6 +193,7 @@ class SystemConfig:
   verification: str = ONE_LEVEL
   level_one_passes: int = 1
   view: str = VIEWS[0]
+  drafter_view: str = EXACT
   shared_budget: str = OFF
   shared_nodes: int | None = None
   dynamic_draft: str = OFF
@@ -205,6 +209,7 @@ class SystemConfig:
       ("tree", TREES),
       ("verification", VERIFICATIONS),
       ("view", VIEWS),
+      ("drafter_view", DRAFTER_VIEWS),
     ):
       value = getattr(self, name)
       if value not in known:
@@ -242,6 +247,11 @@ class SystemConfig:
         raise SpecPilotError(
           f"{name}={value} conflicts with verification={ONE_LEVEL}"
         )
+    if self.drafter_view != EXACT and self.weights != "w12":
+      raise SpecPilotError(
+        f"drafter_view={self.drafter_view} requires weights=w12, got"
+        f" {self.weights}"
+      )
     if (self.node_budget or 0) > MAX_NODES:
       raise SpecPilotError(
         f"node_budget must be at most {MAX_NODES}, got {self.node_budget}"
@@ -549,7 +559,12 @@ own `config.json`."""
 
 
 def preset(name: str) -> ModelConfig:
-  """Returns a preset, or raises `SpecPilotError` that lists them."""
+  """Returns a preset, or raises `SpecPilotError` that lists them.
+
+  >>> model = preset("Qwen3.8-27B")
+  >>> model.hidden_size, model.layer_types.count(ATTENTION)
+  (5120, 16)
+  """
   try:
     return PRESETS[name]
   except KeyError:

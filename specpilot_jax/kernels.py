@@ -7,7 +7,7 @@ import jax
 
 from pallas_kernels import dispatch, gdn_verify, w12_hopper, w12_matmul
 from pallas_kernels.dispatch import ALTERNATIVES, IMPLEMENTATIONS, Kernels
-from specpilot_jax.configs import ModelConfig
+from specpilot_jax.configs import GDN, MAX_NODES, ModelConfig
 from specpilot_jax.errors import SpecPilotError
 
 _GDN_SIZES = ("gdn_key_head_dim", "gdn_value_head_dim")
@@ -123,6 +123,14 @@ GDN_PATH = 32
 exact (DESIGN section 4)."""
 
 
+def longest_path(kernels: Kernels, config: ModelConfig) -> int:
+  """Nodes of a root path that a target's passes can verify."""
+  recurrent = GDN in config.layer_types
+  if recurrent and dispatch.is_kernel(kernels.gdn_verify):
+    return GDN_PATH
+  return MAX_NODES
+
+
 def check_passes(
   kernels: Kernels,
   nodes: int,
@@ -131,6 +139,7 @@ def check_passes(
   *,
   path: int = 1,
   dtype: str = "bfloat16",
+  recurrent: bool = True,
 ) -> None:
   """Refuses passes that would take the wrong implementation.
 
@@ -140,6 +149,7 @@ def check_passes(
     weights: of the target, one of `configs.WEIGHTS`.
     path: nodes of a root path at most.
     dtype: of activations.
+    recurrent: whether the target has Gated DeltaNet layers.
 
   Raises:
     SpecPilotError: more nodes, or a longer path, than a kernel takes, or
@@ -150,15 +160,37 @@ def check_passes(
   limit = gdn_verify.MAX_NODES
   if kernels.gdn_verify == "triton":
     limit = gdn_verify.max_nodes(dispatch.shared_memory())
-  if dispatch.is_kernel(kernels.gdn_verify) and nodes > limit:
+  recurrent = recurrent and dispatch.is_kernel(kernels.gdn_verify)
+  if recurrent and nodes > limit:
     raise SpecPilotError(
       f"kernel gdn_verify takes at most {limit} nodes, a pass has {nodes}"
     )
-  if dispatch.is_kernel(kernels.gdn_verify) and path > GDN_PATH:
+  if recurrent and path > GDN_PATH:
     raise SpecPilotError(
       f"kernel gdn_verify takes paths of at most {GDN_PATH} nodes, a pass has"
-      f" one of {path}"
+      f" one of {path}; limit num_drafts or tree_depth"
     )
+  check_products(kernels, nodes, weights, dtype=dtype)
+  if kernels != dispatch.REFERENCE and prefill_chunk == 1:
+    raise SpecPilotError(
+      "prefill_chunk must be at least 2 with kernels other than the"
+      " references, which compute prompts and scores"
+    )
+
+
+def check_products(
+  kernels: Kernels, nodes: int, weights: str, *, dtype: str
+) -> None:
+  """Refuses passes whose products with weights would decode matrices.
+
+  Args:
+    nodes: of a pass at most.
+    weights: that it reads, one of `configs.WEIGHTS`.
+    dtype: of activations.
+
+  Raises:
+    SpecPilotError: more nodes than the kernel takes, or another dtype.
+  """
   packed = kernels.w12_matmul != "reference" and weights == "w12"
   if packed and dtype != "bfloat16":
     raise SpecPilotError(
@@ -168,11 +200,6 @@ def check_passes(
   if packed and nodes > most:
     raise SpecPilotError(
       f"kernel w12_matmul takes at most {most} rows, a pass has {nodes} nodes"
-    )
-  if kernels != dispatch.REFERENCE and prefill_chunk == 1:
-    raise SpecPilotError(
-      "prefill_chunk must be at least 2 with kernels other than the"
-      " references, which compute prompts and scores"
     )
 
 

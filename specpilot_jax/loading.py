@@ -207,6 +207,12 @@ def _hold(config: ModelConfig, weights: str) -> widen.Hold:
 def open_target(name_or_path: str | os.PathLike[str]) -> Source:
   """Reads a model, without anything on the device.
 
+  >>> source = open_target("fp8:zoo")
+  >>> source.config.name, source.config.hidden_size, source.in_fp8
+  ('zoo', 320, True)
+  >>> open_target("widened:qwen3.8-27b").config.hidden_size
+  5120
+
   Args:
     name_or_path: see `checkpoints.load_checkpoint`; or `widened:PRESET`, the
       zoo at the shape of a big model (`checkpoints.widened`). `fp8:` before

@@ -4,7 +4,7 @@ Plain search under the same budget is what agents have to beat, so it is the
 default. The order is fixed: same registry, same proposals.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from experiments.agents.protocol import Limits, Proposal, Session, Task
@@ -16,6 +16,13 @@ COUNTS = (7, 3, 11, 16, 32, 5, 8, 48, 64, 12, 4, 24)
 """Values of options that take whole numbers, in the order of trying: what
 budgets and lengths have been best at on CPUs and cards first."""
 
+BUDGET = "node_budget"
+BUDGETS = (48, 16, 64, 96, 24, 128)
+"""The same of a tree's nodes, whose own default is 32. A chain's budget is
+`num_drafts`, by another name."""
+BESIDE = {BUDGET: "tree=best_first"}
+"""What an option is tried with, where alone it is another one's."""
+
 
 class Search:
   """Proposes values of the option of a task.
@@ -25,6 +32,7 @@ class Search:
     drafter: whether the deployment has one.
     batch: whether it decodes several requests at once.
     options: the registry.
+    names: of the options that are tried; None for all.
   """
 
   name = "search"
@@ -37,14 +45,23 @@ class Search:
     drafter: bool,
     batch: bool = False,
     options: Mapping[str, Option] | None = None,
+    names: Collection[str] | None = None,
   ):
     self._holds = {"sampled": sampled, "drafter": drafter, "batch": batch}
     self._options = registry.OPTIONS if options is None else options
+    unknown = [n for n in names or () if n not in self._options]
+    if unknown:
+      raise SpecPilotError(
+        f"search: unknown option {unknown[0]!r}; options:"
+        f" {', '.join(self._options)}"
+      )
+    self._names = names
 
   def tasks(self) -> Iterator[tuple[str, str]]:
     """(factor, option) of all options that this deployment has a use for."""
     for option in self._options.values():
-      if all(self._holds[d] for d in option.deployments):
+      wanted = self._names is None or option.name in self._names
+      if wanted and all(self._holds[d] for d in option.deployments):
         yield option.factor, option.name
 
   def propose(self, task: Task, workspace: Path, limits: Limits) -> Session:
@@ -72,7 +89,7 @@ class Search:
         if value != option.default and value not in option.other_models:
           yield value
       return
-    for count in COUNTS:
+    for count in BUDGETS if option.name == BUDGET else COUNTS:
       in_domain = count >= option.domain.lowest
       if option.domain.highest is not None:
         in_domain &= count <= option.domain.highest
@@ -86,7 +103,10 @@ class Search:
     (`conflicts`) gets each of that one's other values in turn.
     """
     own = f"{option.name}={value}"
-    for other in ("", *self._companions(option)):
+    first = BESIDE.get(option.name, "")
+    if first.partition("=")[0] not in self._options:
+      first = ""
+    for other in (first, *self._companions(option)):
       text = ",".join(filter(None, (other, own)))
       try:
         registry.parse_options(text, self._options)

@@ -222,6 +222,9 @@ class Lab:
       raise SpecPilotError(f"stock does not start: {e.reason}") from None
     if wants_table and table.exists():
       self.bench = dataclasses.replace(self.bench, autotuned=table)
+    if ready["machine"]["platform"] == "gpu":
+      # The first half of a load is the host's, with cores to spare.
+      self.bench = dataclasses.replace(self.bench, together=True)
     self.machine: dict[str, Any] = {
       **ready["machine"],
       "dtype": ready["dtype"],

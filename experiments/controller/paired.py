@@ -66,6 +66,9 @@ class Bench:
     start_s, step_s: see `Launch`.
     autotuned: the compiler's choices, of stock, for both.
     prepared: subjects whose executables are compiled and kept.
+    together: whether both engines of a session load at the same time, on a
+      machine whose loading leaves the device and most cores idle. Then stock
+      has not decoded alone before the candidate came, only after it has gone.
   """
 
   place: Path
@@ -79,6 +82,7 @@ class Bench:
   step_s: float = 120.0
   autotuned: Path | None = None
   prepared: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+  together: bool = False
 
   def prepare(self, name: str, subject: Subject, **changes: Any) -> None:
     """Compiles a subject in a process that is not timed; see `launch`.
@@ -227,19 +231,30 @@ def measure(
 
       def start(name: str, stack: contextlib.ExitStack) -> EngineProcess:
         engines[name] = EngineProcess(bench.timed(name, subjects[name]))
-        stack.enter_context(engines[name])
-        measured.ready[name] = engines[name].ready
+        stack.push(engines[name])
+        engines[name].begin()
         return engines[name]
+
+      def ready(engine: EngineProcess) -> EngineProcess:
+        engine.wait_ready()
+        measured.ready[engine.name] = engine.ready
+        return engine
 
       # Which starts first is drawn: the first idles while the other starts.
       before: dict[str, float] = {}
-      if rng.random() < 0.5:
-        session.warm_up(start(STOCK, held), warm_ups)
-        before = session.solo(engines[STOCK], alone)
-        start(CANDIDATE, guest)
+      order = [(STOCK, held), (CANDIDATE, guest)]
+      stock_first = rng.random() < 0.5
+      if not stock_first:
+        order.reverse()
+      if bench.together:
+        for engine in [start(*one) for one in order]:
+          ready(engine)
       else:
-        start(CANDIDATE, guest)
-        start(STOCK, held)
+        for name, stack in order:
+          ready(start(name, stack))
+          if stock_first and name == STOCK:
+            session.warm_up(engines[STOCK], warm_ups)
+            before = session.solo(engines[STOCK], alone)
       session.warm_up_both(engines[STOCK], engines[CANDIDATE], warm_ups)
       times = session.run(engines[STOCK], engines[CANDIDATE], requests)
       guest.close()

@@ -28,6 +28,9 @@ POLICIES = (*configs.TREES, LIMITED)
 DEPTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 """Limits of depth that are tried, beside none."""
 
+PASSES, TWO_LEVEL_BUDGETS = (1, 2), (16, 32, 48)
+"""Of level 1, and nodes of trees, that are replayed in two levels."""
+
 GIVEN = "given"
 """Pass times that the caller knows, not this run."""
 
@@ -41,8 +44,15 @@ def policy_of(system: SystemConfig, slots: int) -> tuple[Policy, replay.Policy]:
   pass.
 
   Raises:
-    SpecPilotError: a limit beyond the drafter's slots.
+    SpecPilotError: a limit beyond the drafter's slots; levels that replay does
+      not follow.
   """
+  one = system.verification == configs.ONE_LEVEL
+  if not one and not two_level.follows(system):
+    raise SpecPilotError(
+      f"replay follows two levels by the {configs.VIEWS[0]} view in every step,"
+      f" not verification={system.verification} with view={system.view}"
+    )
   policy = Policy.of_slots(system, slots, "of the recorded lattices")
   drafts: replay.Chain | replay.BestFirst
   if policy.tree == configs.CHAIN:
@@ -53,9 +63,9 @@ def policy_of(system: SystemConfig, slots: int) -> tuple[Policy, replay.Policy]:
       depth=policy.path - 1,
       blind=policy.tree == configs.MARGINAL,
     )
-  if system.verification == configs.ONE_LEVEL:
+  if one:
     return policy, drafts
-  followed = two_level.TwoLevel(policy, drafts)
+  followed = two_level.TwoLevel(policy, drafts, system.level_one_passes)
   return dataclasses.replace(policy, rows=followed.nodes), followed
 
 
@@ -63,7 +73,9 @@ def label(system: SystemConfig, slots: int) -> str:
   """A policy in words."""
   policy, _ = policy_of(system, slots)
   two = system.verification != configs.ONE_LEVEL
-  levels = " in two levels (approximated)" if two else ""
+  passes = system.level_one_passes
+  times = "" if passes == 1 else f", {passes} passes of the first"
+  levels = f" in two levels{times} (approximated)" if two else ""
   if policy.tree == configs.CHAIN:
     return f"a chain of {policy.nodes - 1}{levels}"
   depth = "" if system.tree_depth is None else f", {policy.path - 1} deep"
@@ -109,6 +121,40 @@ def curves(
       for n in fitting
     ]
   out[LIMITED] = _limited(recordings, out[configs.BEST_FIRST])
+  return out
+
+
+def in_two_levels(recordings: Sequence[Recording]) -> list[Entry]:
+  """Replayed tau of two levels: which drafts serve them.
+
+  Args:
+    recordings: with level 1's choices.
+
+  Returns:
+    `passes` of level 1, `tree`, `nodes` of the drafts, `rows` of the exact
+    pass, `tau` and `tau_per_request` of stock's chain and of trees.
+  """
+  out = []
+  for passes in PASSES:
+    for nodes in (None, *TWO_LEVEL_BUDGETS):
+      system = SystemConfig(
+        verification=configs.TWO_LEVEL,
+        level_one_passes=passes,
+        tree=configs.CHAIN if nodes is None else configs.BEST_FIRST,
+        node_budget=nodes,
+      )
+      policy, followed = policy_of(system, recordings[0].num_slots)
+      found = replay.replay(recordings, followed)
+      out.append(
+        {
+          "passes": passes,
+          "tree": policy.tree,
+          "nodes": policy.nodes,
+          "rows": policy.rows,
+          "tau": found.tau,
+          "tau_per_request": found.tau_per_request,
+        }
+      )
   return out
 
 

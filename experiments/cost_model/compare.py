@@ -13,7 +13,7 @@ from typing import Any
 from experiments import metrics
 from experiments.cost_model import budgets, replay, two_level
 from experiments.cost_model.lattices import Recording
-from specpilot_jax.configs import ONE_LEVEL, SystemConfig
+from specpilot_jax.configs import EXACT, ONE_LEVEL, SystemConfig
 from specpilot_jax.mechanisms import registry
 
 TAU_AGREES = 0.01
@@ -26,7 +26,8 @@ _SAME = ("prompt_ids", "sampling", "target", "drafter")
 
 def system_of(record: Record) -> SystemConfig | None:
   """The system that decoded a record; None for one that replay cannot follow:
-  rejection sampling, and two levels whose choices depend on the clock.
+  rejection sampling, two levels whose choices depend on the clock, and
+  drafters that read a view of their weights.
 
   Args:
     record: one of its requests.
@@ -42,6 +43,8 @@ def system_of(record: Record) -> SystemConfig | None:
   system = SystemConfig(**values)
   one = system.verification == ONE_LEVEL
   known = system.acceptance == "match" and (one or two_level.follows(system))
+  # The lattices are those of the drafter's whole weights.
+  known = known and system.drafter_view == EXACT
   return system if known else None
 
 

@@ -204,6 +204,8 @@ def _compute(profile, records, recordings, real, given_us) -> dict[str, Any]:
     if any(r.level_one is None for r in straight)
     else two_level.recorded_agreement(straight)
   )
+  if replayed["level_one"] is not None:
+    replayed["level_one"]["policies"] = budgets.in_two_levels(straight)
   replayed["of_loops"] = all(r.looped for r in recordings)
   replayed["real_runs"] = [run for run in runs if run is not None]
   policies = replayed["policies"]

@@ -64,7 +64,16 @@ def lines(model: Mapping[str, Any]) -> list[str]:
     f" {stock['tau']:.3f}, measured {stock['tau_measured']:.3f}"
   )
   if model["replay"].get("level_one"):
-    out.append(two_level.describe(model["replay"]["level_one"]))
+    found = model["replay"]["level_one"]
+    out.append(two_level.describe(found))
+    out.append(
+      "two levels, replayed (approximated): tau "
+      + ", ".join(
+        f"{p['tau']:.2f} ({p['tree']} of {p['nodes']}"
+        + (")" if p["passes"] == 1 else f", {p['passes']} passes)")
+        for p in found["policies"]
+      )
+    )
   out += [compare.describe(run) for run in model["replay"]["real_runs"]]
   out += [
     budgets.describe(source, found)

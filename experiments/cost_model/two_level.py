@@ -5,10 +5,11 @@ again and verifies exactly. It pays where the tokens that it adds are worth the
 time that it adds: `break_even`. Times are inputs, measured on a deployment.
 
 The replay follows recorded lattices as `replay` does, with level 1's choices
-recorded per commit and depth along the output. It is an *approximation* in two
-places: the drafts behind a trunk are those that the drafter offered at the
-trunk's end from exact taps, not from level 1's; and behind a token that level 1
-got wrong nothing is known, so a tree has no room left for the drafts beside it.
+recorded per commit and depth along the output. It is an *approximation* in
+three places: the drafts behind a trunk are those that the drafter offered at
+the trunk's end from exact taps, not from level 1's; behind a token that level 1
+got wrong nothing is known, so a tree has no room left for the drafts beside it;
+and with several passes trunks are longer than what was recorded.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from specpilot_jax import configs
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.policy import Policy
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import two_level
+from specpilot_jax.mechanisms import level_choice, two_level
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ class PassTimes:
         )
 
   @property
-  def step_times(self) -> two_level.StepTimes:
+  def step_times(self) -> level_choice.StepTimes:
     """Of whole steps, as `auto` weighs them."""
-    return two_level.StepTimes(
+    return level_choice.StepTimes(
       one_us=self.exact + self.draft,
       two_us=self.passes * (self.level_one + self.draft)
       + self.exact_of_two
@@ -67,6 +68,10 @@ def break_even(times: PassTimes) -> float:
 
   (C8 + C12 + 2 D) / (C12 + D), DESIGN section 5, with the exact passes of both
   steps told apart.
+
+  >>> times = PassTimes(level_one=8, exact=12, exact_of_two=13, draft=2)
+  >>> break_even(times)
+  1.7857142857142858
   """
   steps = times.step_times
   return steps.two_us / steps.one_us
@@ -85,12 +90,11 @@ def tau_ratio(agreement: float, drafts: float) -> float:
   """
   if not 0 <= agreement <= 1 or drafts < 0:
     raise ValueError(f"agreement {agreement}, {drafts} drafts")
-  length = 1 + drafts
-  survives = agreement**length
-  trunk = length
-  if agreement < 1:
-    trunk = agreement * (1 - survives) / (1 - agreement)
-  return (1 + trunk + survives * drafts) / length
+  accepted = np.float64(drafts)
+  one, two = level_choice.expected_tokens(
+    np.float64(agreement), accepted, accepted, numpy=np
+  )
+  return float(two / one)
 
 
 def agreement_needed(times: PassTimes, drafts: float) -> float | None:
@@ -192,19 +196,22 @@ def level_one(recording: Recording) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class TwoLevel:
-  """A system of two levels with one pass of level 1: see `replay.Policy`.
+  """A system of two levels: see `replay.Policy`.
 
   Attributes:
     shape: of the drafts.
     drafts: what is verified of a lattice at once.
+    passes: of level 1. Behind the tokens that its choices were recorded for it
+      is taken to choose what the output says.
   """
 
   shape: Policy
   drafts: replay.Chain | replay.BestFirst
+  passes: int = 1
 
   @property
   def nodes(self) -> int:
-    return two_level.shape(self.shape, 1)[0]
+    return two_level.shape(self.shape, self.passes)[0]
 
   def path(self, recording: Recording, position: int) -> Sequence[int]:
     """As many indices as drafts are accepted; there is no smaller budget."""
@@ -212,24 +219,26 @@ class TwoLevel:
 
   def accepted(self, recording: Recording, position: int) -> int:
     """Drafts of a step that the exact pass accepts."""
-    agrees = level_one(recording)[position]
     if not recording.depth(position):
       return 0  # Nothing to look at: a step of one level.
-    reach = len(self.drafts.path(recording, position))
-    wrong = np.flatnonzero(~agrees)
-    right = int(wrong[0]) if wrong.size else agrees.size
-    if right <= reach:
-      # Level 1 leaves the output inside of the drafts or right behind them.
-      # What it refused of a chain hangs beside its trunk.
-      beside = self.shape.tree == configs.CHAIN
-      return reach if beside else right
-    trunk = reach + 1
-    end = position + trunk
-    if end >= len(recording):
-      return trunk
-    return trunk + self._behind(recording, end, trunk)
+    wrong = np.flatnonzero(~level_one(recording)[position])
+    right = int(wrong[0]) if wrong.size else len(recording)
+    chain, trunk = self.shape.tree == configs.CHAIN, 0
+    for passes in range(1, 1 + self.passes):
+      reach = trunk + self._behind(recording, position + trunk, trunk)
+      if right <= reach:
+        # Level 1 leaves the output inside of the drafts or right behind them.
+        # What it refused of a chain hangs beside its trunk.
+        return reach if chain else right
+      # A tree of few nodes has no room for all of its trunk, or behind it.
+      limit = self.shape.nodes * (1 + passes if chain else 1)
+      trunk = min(reach + 1, limit - 1)
+      if trunk <= reach or position + trunk >= len(recording):
+        return trunk
+    return trunk + self._behind(recording, position + trunk, trunk)
 
   def _behind(self, recording: Recording, end: int, trunk: int) -> int:
+    """Drafts of the lattice at a trunk's end that are right."""
     if isinstance(self.drafts, replay.Chain):
       return len(self.drafts.path(recording, end))
     left = dataclasses.replace(
@@ -240,8 +249,5 @@ class TwoLevel:
 
 def follows(system: SystemConfig) -> bool:
   """Whether replay knows what a system of two levels does."""
-  default = SystemConfig()
-  return system.verification == configs.TWO_LEVEL and all(
-    getattr(system, name) == getattr(default, name)
-    for name in ("level_one_passes", "view")
-  )
+  two = system.verification == configs.TWO_LEVEL
+  return two and system.view == SystemConfig().view

@@ -8,6 +8,7 @@ from experiments.controller import tree
 
 WORKER = "experiments/controller/worker.py"
 INJECTED = "experiments/faults/injected.py"
+BATCHED = "experiments/faults/batched.py"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,16 @@ CATALOGUE = (
   ),
   Fault(name="last_kv_missing", says="a run's last keys and values are zeros"),
   Fault(
+    name="rejected_kv_left",
+    says="a rejected token stays behind each run, in keys, values and position",
+  ),
+  Fault(
+    name="rope_wraps",
+    says="positions from 2,048 on are rotated as if they began again",
+    size=2_048,
+    late=True,
+  ),
+  Fault(
     name="accept_one_extra", says="the draft behind the run is not verified"
   ),
   Fault(name="early_end", says="an output ends early", size=20),
@@ -117,6 +128,32 @@ CATALOGUE = (
     options=TWO_LEVEL,
   ),
   Fault(
+    name="batch",
+    says="a no-op, in a batch of three whose slots are used again",
+    harmless=True,
+  ),
+  Fault(
+    name="batch_rows_permuted",
+    says="where three decode, a request gets the choices of another's rows",
+  ),
+  Fault(
+    name="batch_keys_of_a_mate",
+    says="where three decode, attention reads another slot's keys and values",
+  ),
+  Fault(
+    name="batch_stash_of_a_mate",
+    says="where three decode, a slot commits what another's nodes left",
+  ),
+  Fault(
+    name="batch_slot_keeps_state",
+    says="a slot's next request begins with the recurrent state of its last",
+    recurrent=True,
+  ),
+  Fault(
+    name="batch_chunk_shifts_position",
+    says="behind the first one, a chunk of a prompt stands a position late",
+  ),
+  Fault(
     name="lying_clock",
     says="the engine's clock runs ten times too slow",
     size=10,
@@ -137,5 +174,6 @@ def faulty(base: Mapping[str, bytes], fault: Fault) -> dict[str, bytes]:
     WORKER: worker.replace(mark, mark + call).encode(),
     "experiments/faults/__init__.py": b'"""Faults."""\n',
     INJECTED: (tree.ROOT / INJECTED).read_bytes(),
+    BATCHED: (tree.ROOT / BATCHED).read_bytes(),
     "experiments/faults/fault.json": json.dumps(told).encode(),
   }

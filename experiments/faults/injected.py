@@ -5,9 +5,12 @@ engine knows of this: functions of its modules are replaced in that process.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
+
+from experiments.faults import batched
 
 LATE = 2_048
 """Token from which late faults act."""
@@ -158,6 +161,41 @@ def _last_kv_missing(size: float) -> None:
   _wrap_layer(change)
 
 
+def _rejected_kept(size: float) -> None:
+  """A rejected row is counted in behind each run."""
+  del size
+  import jax.numpy as jnp
+
+  from specpilot_jax.decoding import step
+  from specpilot_jax.models.state import GDNPrefillStash
+
+  right = step.commit
+
+  def faulty(state, stash, path, count):
+    out = right(state, stash, path, count)
+    if any(isinstance(s, GDNPrefillStash) for s in stash):
+      return out  # Of a prompt nothing is rejected.
+    more = jnp.where(count < path.shape[0], 1, 0)
+    return dataclasses.replace(out, length=out.length + more)
+
+  _replace(step, "commit", faulty)
+
+
+def _rope_wraps(size: float) -> None:
+  """Late positions are rotated as if they began again."""
+  import jax.numpy as jnp
+
+  from specpilot_jax.models import layers
+
+  right = layers.rope
+
+  def faulty(x, positions, *rest):
+    wrapped = jnp.where(positions >= size, positions - int(size), positions)
+    return right(x, wrapped, *rest)
+
+  _replace(layers, "rope", faulty)
+
+
 def _accept_one_extra(size: float) -> None:
   """The draft behind the accepted run is emitted, unverified."""
   del size
@@ -306,6 +344,11 @@ def _level_one_unverified(size: float) -> None:
   _replace(step.StepFns, "_verify", faulty)
 
 
+def _batched(name: str, size: float) -> None:
+  del size
+  batched.inject(name)
+
+
 _FAULTS = {
   "none": lambda size: None,
   "logit_bias_after_2048": _late_bias,
@@ -315,6 +358,8 @@ _FAULTS = {
   "gdn_path_mixed_up": _swapped,
   "conv_window_off_by_one": _conv_off_by_one,
   "last_kv_missing": _last_kv_missing,
+  "rejected_kv_left": _rejected_kept,
+  "rope_wraps": _rope_wraps,
   "accept_one_extra": _accept_one_extra,
   "early_end": _early_end,
   "cached_replies": _cached,
@@ -323,7 +368,7 @@ _FAULTS = {
   "w12_lists_dropped": _lists_dropped,
   "w12_base_off_by_one": _base_off_by_one,
   "level_one_unverified": _level_one_unverified,
-}
+} | {name: functools.partial(_batched, name) for name in batched.NAMES}
 NAMES = tuple(_FAULTS)
 
 

@@ -10,16 +10,19 @@ from typing import Any
 
 from experiments import benchmark, devices, hosts, report, results
 from experiments.agents.command import Command
+from experiments.agents.llm import LLM
 from experiments.agents.protocol import Agent, Limits, Session, Task
 from experiments.agents.recall import PORT, Recall
 from experiments.agents.replay import Replay
 from experiments.agents.search import Search
+from experiments.agents.tiles import Tiles, preset_of
 from experiments.console import say
 from experiments.controller import noise, paired_test, tree
 from experiments.controller.lab import Lab
 from experiments.environment import cpu_model
 from experiments.rounds import reuse
 from experiments.rounds import section as round_section
+from experiments.rounds.cluster import ClusterSettings
 from experiments.rounds.log import Budget, BudgetSpent, Log
 from experiments.rounds.phases import STOCK, Plan, Round
 from experiments.rounds.world import LabWorld, Sealed
@@ -29,9 +32,15 @@ from memory.schema import Fingerprint
 from memory.store import Store
 from specpilot_jax import loading
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models.drafters import config as drafter_configs
 
 LOG = "round.jsonl"
-AGENTS = ("memory", "search", "replay", "command")
+AGENTS = ("memory", "search", "tiles", "replay", "command", "llm")
+CODERS = (Command, LLM)
+"""Agents that write code: they are asked about open tasks and ports."""
+DEVELOPMENT = 2_048
+"""Tokens of an output at most, but for the sealed test's long ones: a candidate
+that is wrong behind them alone must not have been chosen by them."""
 LIMITS = ("max_wall_s", "max_trials", "max_device_s", "max_usd")
 UNMARKED = (*LIMITS, "agent_workers", "workers")
 """Flags and settings that may differ when a round is taken up again."""
@@ -46,6 +55,7 @@ class RoundSettings:
       first in any case.
     command: of the agent `command`.
     environment, readable: of the agent `command`, see there.
+    model: of the agent `llm`.
     proposals: JSON lines, of the agent `replay`.
     champion: folder of a finished round whose champion is the start.
     aa_sessions: that the gate needs.
@@ -56,12 +66,16 @@ class RoundSettings:
     sealed: the last test.
     devices: indices. Screenings run on all side by side, tests on the first
       two, swapped; none is JAX's choice.
+    prompts, tokens: of each set, and of an output, in the place of the run's.
+    options: that the agent search tries; none for all.
+    cluster: on which screenings run; None for the devices of this host.
   """
 
   agents: tuple[str, ...] = ("memory", "search")
   command: str | None = None
   environment: tuple[str, ...] = ()
   readable: tuple[Path, ...] = ()
+  model: str | None = None
   proposals: Path | None = None
   champion: Path | None = None
   aa_sessions: int = 8
@@ -73,6 +87,25 @@ class RoundSettings:
   max_usd: float | None = None
   sealed: Sealed = Sealed()
   devices: tuple[int, ...] = ()
+  prompts: int | None = None
+  tokens: int | None = None
+  options: tuple[str, ...] = ()
+  cluster: ClusterSettings | None = None
+
+  def settings(self, settings: Settings) -> Settings:
+    """A run's settings as the sessions of the round have them."""
+    if self.prompts is not None:
+      settings = dataclasses.replace(settings, num_prompts=self.prompts)
+    if self.tokens is not None:
+      sampling = dataclasses.replace(settings.sampling, max_tokens=self.tokens)
+      settings = dataclasses.replace(settings, sampling=sampling)
+    if settings.sampling.max_tokens > DEVELOPMENT:
+      raise SpecPilotError(
+        f"outputs of a round's sessions end at {DEVELOPMENT} tokens, got"
+        f" {settings.sampling.max_tokens} (--round_tokens): what goes wrong"
+        " later is looked for by the sealed test's long outputs"
+      )
+    return settings
 
   def __post_init__(self):
     unknown = [name for name in self.agents if name not in AGENTS]
@@ -84,9 +117,15 @@ class RoundSettings:
     for name, value, flag in (
       ("command", self.command, "--agent_command=COMMAND"),
       ("replay", self.proposals, "--proposals=FILE"),
+      ("llm", self.model, "--agent_model=PROVIDER:MODEL"),
+      ("llm", self.limits.usd, "--agent_usd=AMOUNT, since it spends money"),
     ):
       if name in self.agents and value is None:
         raise SpecPilotError(f"agent {name} needs {flag}")
+    if self.cluster is not None and not self.devices:
+      raise SpecPilotError(
+        "--cluster needs --devices, on which tests run while nothing explores"
+      )
     if not self.screen_units or min(self.screen_units) < 1:
       raise SpecPilotError("screen_units must be whole numbers from 1 on")
 
@@ -108,10 +147,14 @@ def _agents(
     if name == Recall.name:
       made.append(_recall(settings, store))
     elif name == "search":
-      made.append(_search(settings))
+      made.append(_search(settings, told.options))
+    elif name == "tiles":
+      made.append(_tiles(settings))
     elif name == "replay":
       assert told.proposals is not None
       made.append(Replay.read(told.proposals))
+    elif name == "llm":
+      made.append(LLM(told.model, tree.read_base()))
     else:
       assert told.command is not None
       made.append(
@@ -123,13 +166,16 @@ def _agents(
 def _recall(settings: Settings, store: Store) -> Recall:
   """What the memory has for a deployment, on the sources of this checkout."""
   card = settings.card
+  target = loading.open_target(settings.target)
   meets = {
     "gpu": card is not None,
     "drafter": settings.drafter != "none",
     "sampled": settings.sampling.temperature > 0,
+    "batch": False,  # Requests of a round come one by one.
+    "fp8": target.in_fp8,
   }
   where = Fingerprint(
-    target=loading.open_target(settings.target).config.name,
+    target=target.config.name,
     drafter=settings.drafter,
     dtype=settings.dtype,
     device=cpu_model() if card is None else devices.CARDS[card].kinds[0],
@@ -148,16 +194,31 @@ def _recall(settings: Settings, store: Store) -> Recall:
   return recall
 
 
-def _search(settings: Settings) -> Search:
+def _search(settings: Settings, names: Sequence[str]) -> Search:
   return Search(
     sampled=settings.sampling.temperature > 0,
     drafter=settings.drafter != "none",
+    names=names or None,
   )
+
+
+def _tiles(settings: Settings) -> Tiles:
+  """Of a card's deployment with a drafter, whose W12 product is the one with a
+  table of tiles; one that says nothing otherwise."""
+  preset = preset_of(settings.target)
+  of_table = settings.kernels.w12_matmul == "triton"
+  if settings.card is None or settings.drafter == "none" or not of_table:
+    preset = None
+  slots = 0
+  if preset is not None:  # A widened drafter keeps the block of its kind.
+    known = {name.lower(): name for name in drafter_configs.PRESETS}
+    slots = drafter_configs.PRESETS[known[preset.lower()]].num_slots
+  return Tiles(tree.read_base(), preset, slots)
 
 
 def _port_tasks(agents: Sequence[Agent]) -> dict[tuple[str, str], str]:
   """Entries that do not go onto these sources, for agents that write code."""
-  if not any(isinstance(agent, Command) for agent in agents):
+  if not any(isinstance(agent, CODERS) for agent in agents):
     return {}
   recalls = [agent for agent in agents if isinstance(agent, Recall)]
   return {key: text for r in recalls for key, text in r.port_tasks().items()}
@@ -170,6 +231,8 @@ def _directions(
   for agent in agents:
     if isinstance(agent, Search | Recall):
       found |= dict.fromkeys(agent.tasks())
+    elif isinstance(agent, Tiles):
+      found["kernel", None] = None  # Which lets phase 3 begin.
     elif isinstance(agent, Replay):
       for task in agent.tasks:
         factor, _, option = task.partition("/")
@@ -189,9 +252,7 @@ class _Patient:
     agent = self._agent
     if isinstance(agent, Replay) and task.id not in agent.tasks:
       return Session(proposals=())
-    if isinstance(agent, Command) and not (task.option or PORT).startswith(
-      PORT
-    ):
+    if isinstance(agent, CODERS) and not (task.option or PORT).startswith(PORT):
       return Session(proposals=())
     return agent.propose(task, workspace, limits)
 
@@ -217,6 +278,7 @@ def run(settings: Settings, told: RoundSettings) -> int:
     taken up where it ended.
   """
   started = time.monotonic()
+  settings = told.settings(settings)
   start = _champion(told)
   # A damaged memory is told now, not at the end.
   agents = _agents(settings, told, Store())
@@ -227,8 +289,9 @@ def run(settings: Settings, told: RoundSettings) -> int:
 
   slots = hosts.slots(told.devices)
   with LabWorld(
-    settings, folder, told.sealed, aa_sessions=told.aa_sessions, slots=slots
-  ) as world:
+    settings, folder, told.sealed, aa_sessions=told.aa_sessions, slots=slots,
+    cluster=told.cluster,
+  ) as world:  # fmt: skip
     # Settings that are refused leave no folder behind.
     lab = world.open()
     log = Log(folder / LOG, _tell)
@@ -323,7 +386,17 @@ def _told(result: Any) -> str:
   shown = {
     k: round(v, 4) if isinstance(v, float) else v
     for k, v in result.items()
-    if k in ("tau", "kernel", "overhead", "mean", "gain", "kind", "reason")
+    if k
+    in (
+      "tau",
+      "kernel",
+      "overhead",
+      "mean",
+      "gain",
+      "bound",
+      "kind",
+      "reason",
+    )
     and v != ""
   }
   return ", ".join(f"{k} {v}" for k, v in shown.items())

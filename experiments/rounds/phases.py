@@ -47,6 +47,11 @@ class World(Protocol):
   @property
   def parallel(self) -> int: ...
 
+  @property
+  def noise(self) -> str:
+    """Of the machine, the code and the design whose A/A sessions count."""
+    ...
+
   def device(self) -> contextlib.AbstractContextManager[Slot | None]:
     """A device for an agent, leased to it; None where none was named."""
     ...
@@ -66,6 +71,11 @@ class World(Protocol):
 
   def merge(self, champion: System, patch: str) -> dict[str, Any]:
     """`patch` over the base of both, or `conflict`."""
+    ...
+
+  def replayed(self, system: System, against: System) -> dict[str, Any]:
+    """The evidence that costs no device: `bound` of the gain by exact replay,
+    None where a replay says nothing; see `evidence.bound`."""
     ...
 
   def screen(self, system: System, against: System, units: int) -> dict:
@@ -180,10 +190,13 @@ class Round:
     """
     start = dict(self._plan.champion)
     factors = self._do("factors", lambda: self._world.factors(start))
-    for i in range(self._plan.aa_sessions):
-      self._measured(f"aa/{i}", self._world.aa, trials=0)
     tasks = self._tasks(factors, start)
     validated = self._explore(tasks, start)
+    # Screenings have no gate. Of another machine the noise is another one: a
+    # round that goes on there measures it there.
+    for i in range(self._plan.aa_sessions):
+      key = f"aa/{self._world.noise}/{i}"
+      self._measured(key, self._world.aa, trials=0)
     champion, accepted = self._integrate(validated, start)
     kernels = [t for t in tasks if t.factor == "kernel"]
     champion, tuned = self._tune(kernels, champion, factors)
@@ -298,11 +311,22 @@ class Round:
     wrong = self._do(f"check/{place}", lambda: self._world.check(system))
     if wrong is not None:
       return _refused(proposal.task, proposal, "refused", wrong)
+    replayed = self._do(
+      f"replayed/{place}", lambda: self._world.replayed(system, start)
+    )
+    most = replayed["bound"]
+    if most is not None and most < GATE:
+      told = f"by exact replay {most:+.1%} at most"
+      return _refused(proposal.task, proposal, "floor", told, most)
     if proposal.patch:
-      # With its option off a patched tree is stock.
-      off = {"options": start["options"], "patch": system["patch"]}
+      # With its option off a patched tree is stock. What has no option of its
+      # own (a table of tiles) is for the champion's: off, they are stock's.
+      own = system["options"] != start["options"]
+      without = start["options"] if own else STOCK["options"]
+      off = {"options": without, "patch": system["patch"]}
+      base = {"options": without, "patch": start["patch"]}
       result = self._measured(
-        f"off/{place}", lambda: self._world.screen(off, start, 1)
+        f"off/{place}", lambda: self._world.screen(off, base, 1)
       )
       wrong = _not_stock(result)
       if wrong is not None:
@@ -346,13 +370,15 @@ class Round:
     merged = self._do(
       f"stack/{step}", lambda: self._world.merge(champion, proposal.patch)
     )
-    if "conflict" in merged:
+    patch = merged.get("patch")
+    if patch is None:
+      patch = self._merged(proposal, champion, merged["conflict"])
+    if patch is None:
       self._verdict(proposal, "conflict", merged["conflict"])
       return dict(champion), False
     system = {
-      "options": join([champion["options"], proposal.options]),
-      "patch": merged["patch"],
-    }
+      "options": join([champion["options"], proposal.options]), "patch": patch
+    }  # fmt: skip
     if system == champion:
       self._verdict(proposal, "inert", "the champion has it already")
       return system, False
@@ -360,11 +386,38 @@ class Round:
     if wrong is not None:
       self._verdict(proposal, "conflict", wrong)
       return dict(champion), False
+    if proposal.patch and champion["patch"]:
+      # Each was stock with its option off; together they are new code.
+      off = {"options": STOCK["options"], "patch": patch}
+      result = self._measured(
+        f"merged/{step}", lambda: self._world.screen(off, STOCK, 1)
+      )
+      wrong = _not_stock(result)
+      if wrong is not None:
+        self._verdict(proposal, "refused", f"merged: {wrong}")
+        return dict(champion), False
     result = self._measured(
       f"test/{step}", lambda: self._world.test(system, champion)
     )
     self._verdict(proposal, result["verdict"], result["reason"], result)
     return system, result["verdict"] == "accept"
+
+  def _merged(
+    self, proposal: Proposal, champion: System, conflict: str
+  ) -> str | None:
+    """One patch for two that clash, of an agent that writes code; or None."""
+    factor = proposal.task.partition("/")[0]
+    patches = f"{champion['patch']}\n\n{proposal.patch}"
+    task = Task(
+      id=f"merge/{proposal.id}-{mark(champion)}",
+      factor=factor,
+      option=None,
+      bound=None,
+      champion=champion["options"],
+      detail=f"make one change of both patches: {conflict}\n\n{patches}",
+    )
+    made = [answer.patch for answer in self._propose(task) if answer.patch]
+    return made[0] if made else None
 
   def _verdict(self, proposal, verdict, reason, result=None) -> None:
     # The newest: a proposal may be tried again on another champion.

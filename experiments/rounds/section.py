@@ -62,6 +62,12 @@ def lines(result: Mapping[str, Any]) -> list[str]:
       f" {section.percent(sealed['lcb'])}; {sealed['tokens_forced']} tokens of"
       " long outputs forced"
     )
+    over_ar = f.get("stock_over_ar")
+    if speedup is not None and over_ar is not None:
+      out.append(
+        f"over autoregressive decoding {speedup * over_ar:.2f}x: stock's"
+        f" {over_ar:.2f}x of phase 0, times that"
+      )
     out.append(f"champion: {json.dumps(result['champion'])[:500]}")
   return out
 
@@ -72,7 +78,8 @@ def blocks(result: Mapping[str, Any]) -> list[Block]:
   every = lines(result)
   found: list[Block] = [Heading("Round")]
   known = [text for text in every if text.startswith("accepted: ")]
-  found += [Text(text) for text in (every[0], *known, *every[-3:])]
+  end = next(i for i, text in enumerate(every) if text.startswith("s_AA "))
+  found += [Text(text) for text in (every[0], *known, *every[end:])]
   found.append(
     Table(
       ("direction", "gain at most"),

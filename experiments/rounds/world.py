@@ -26,7 +26,10 @@ from experiments.controller.checks import CANDIDATE, STOCK, Request
 from experiments.controller.lab import Lab
 from experiments.controller.process import EngineFault
 from experiments.hosts import Slot
+from experiments.rounds import evidence
+from experiments.rounds.cluster import Cluster, ClusterSettings
 from experiments.rounds.explorers import Explorers
+from experiments.rounds.phases import STOCK as STOCK_SYSTEM
 from experiments.rounds.phases import System
 from experiments.settings import Settings
 from memory import patches
@@ -64,6 +67,7 @@ class LabWorld:
     slots: devices. On the first two tests run, swapped, and nothing else on the
       host meanwhile; on several, screenings run side by side, in a process and
       with a lease each. None is JAX's choice, without leases.
+    cluster: on whose actors screenings run instead; None for none.
   """
 
   def __init__(
@@ -74,6 +78,7 @@ class LabWorld:
     *,
     aa_sessions: int = statistics.WANTED_SESSIONS,
     slots: Sequence[Slot] = (),
+    cluster: ClusterSettings | None = None,
   ):
     self._settings, self._folder = settings, folder
     self._slots = tuple(slots)
@@ -82,14 +87,21 @@ class LabWorld:
     self._aa_sessions = aa_sessions
     self._labs: dict[str, Lab] = {}
     self._stack = contextlib.ExitStack()
-    self._explorers: Explorers | None = None
-    if len(self._slots) > 1:
-      make = functools.partial(on_device, settings, folder, sealed)
+    self._explorers: Explorers | Cluster | None = None
+    make = functools.partial(on_device, settings, folder, sealed)
+    if cluster is not None:
+      own = self._slots[0] if self._slots else None
+      self._explorers = self._stack.enter_context(Cluster(make, cluster, own))
+    elif len(self._slots) > 1:
       self._explorers = self._stack.enter_context(Explorers(self._slots, make))
 
   @property
   def parallel(self) -> int:
     return 1 if self._explorers is None else len(self._explorers)
+
+  @property
+  def noise(self) -> str:
+    return self.lab().sessions.path.stem[:12]
 
   def device(self) -> contextlib.AbstractContextManager[Slot | None]:
     if self._explorers is not None:
@@ -162,19 +174,37 @@ class LabWorld:
     return results.RunFolder(self._folder / "sessions" / f"{number:03}-{stem}")
 
   def factors(self, champion: System) -> dict[str, Any]:
-    """A profile of stock, and of the champion where its options alone make it.
+    """What is left to gain over the champion, by a profile.
 
-    The factors are what is left to gain over the champion. `tau` is what
-    another choice of nodes could give: the best tree's acceptance over its own
-    (`acceptance`) times the floors of its own step over those of that tree's,
-    since fewer nodes may pay too. `kernel` is its profiled step over its own
-    floors, `overhead` its measured over its profiled step: their product is
-    the cost model's ceiling. What was not measured is None.
+    `tau` is what another choice of nodes could give: the best tree's acceptance
+    over its own (`acceptance`) times the floors of its own step over those of
+    that tree's, since fewer nodes may pay too. `kernel` is its profiled step
+    over its own floors, `overhead` its measured over its profiled step: their
+    product is the cost model's ceiling. What was not measured is None.
+
+    A profile runs beside the controller, so that it is of stock or of options
+    alone. What a patch has gained is measured from outside: see `_beside`.
+    """
+    told = self._profile("" if champion["patch"] else champion["options"])
+    if champion["patch"]:
+      told |= self._beside(champion, told)
+    known = {
+      name: told[name]
+      for name in ("tau", "kernel", "overhead")
+      if told[name] is not None
+    }
+    largest = max(known, key=lambda name: known[name]) if known else None
+    return {**told, "largest": largest}
+
+  def _profile(self, own: str) -> dict[str, Any]:
+    """The factors of a system by its options.
+
+    Raises:
+      SpecPilotError: the profile failed.
     """
     s = self._settings
     count = len(list(self._folder.glob("profile*")))
     where = self._folder / f"profile-{count}"
-    own = champion["options"] if not champion["patch"] else ""
     command = [
       sys.executable, "-m", "experiments.main", "--job=profile",
       f"--target={s.target}", f"--drafter={s.drafter}",
@@ -217,19 +247,57 @@ class LabWorld:
     mine = model["systems"][name]
     floor = sum(c["floor_us"] for c in model["classes"].values())
     tau = model["tau_factor"] * taus[STOCK] / taus[name]
-    factors = {
+    return {
       "tau": tau * mine["floor_step_us"] / floor,
       "kernel": mine["kernel_factor"],
       "overhead": mine["overhead_factor"],
-    }
-    known = {k: v for k, v in factors.items() if v is not None}
-    return {
-      **factors,
-      "largest": max(known, key=lambda name: known[name]),
       "acceptance": tau,
       "of": "stock" if not own else own,
       "kernel_classes": classes,
+      "stock_over_ar": result["systems"][STOCK].get("speedup_vs_ar"),
       "profile": where.name,
+    }
+
+  def _beside(
+    self, champion: System, stock: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """Factors of a champion that is a patch, from those of stock.
+
+    A short session of both tells what the patch has changed: its acceptance
+    divides `tau`; the time of its steps, by the controller's clock, multiplies
+    `kernel`, since nobody sees from outside in which part of a step it lies.
+    The floors of its own passes are not known: those of stock stand for them.
+    """
+    folder = self._place("champion", champion)
+    of = f"{champion['options']} with its patch, beside stock"
+    with self._alone():
+      try:
+        measured, verdict = self.lab().screen(
+          self._system(champion), self._system(STOCK_SYSTEM), PROFILED // 2,
+          folder, math.inf,
+        )  # fmt: skip
+      finally:
+        folder.close()
+    if measured.fault is not None or not measured.records[CANDIDATE]:
+      unknown = dict.fromkeys(("tau", "kernel", "overhead", "acceptance"))
+      return {**unknown, "of": f"{of}: {verdict.reason}"}
+    accepted, step = {}, {}
+    for name, records in measured.records.items():
+      metrics = [r["metrics"] for r in records]
+      steps = sum(m["num_spec_steps"] for m in metrics)
+      accepted[name] = sum(len(r["output_ids"]) for r in records) / steps
+      step[name] = sum(m["e2el_ms"] for m in metrics) / steps
+
+    def scaled(name: str, ratio: float) -> float | None:
+      return None if stock[name] is None else stock[name] * ratio
+
+    longer = accepted[STOCK] / accepted[CANDIDATE]
+    return {
+      "tau": scaled("tau", longer),
+      "acceptance": scaled("acceptance", longer),
+      "kernel": scaled("kernel", step[CANDIDATE] / step[STOCK]),
+      "of": of,
+      "session": folder.path.name,
     }
 
   def aa(self) -> dict[str, Any]:
@@ -267,6 +335,17 @@ class LabWorld:
       return {"patch": merged.decode()}
     except patches.PatchError as e:
       return {"conflict": str(e)}
+
+  def replayed(self, system: System, against: System) -> dict[str, Any]:
+    profiles = sorted(self._folder.glob("profile-*"))
+    if system["patch"] or against["patch"] or not profiles:
+      return {"bound": None}  # A patch may change anything.
+    found = evidence.bound(
+      profiles[-1],
+      registry.parse_options(system["options"]),
+      registry.parse_options(against["options"]),
+    )
+    return found or {"bound": None}
 
   def screen(
     self, system: System, against: System, units: int
@@ -364,7 +443,7 @@ class LabWorld:
     lab = self.lab("sealed")
     if lab.sessions.s_aa is None:
       lab.sessions = self.lab().sessions
-    timed = self._paired(lab, "seal", system, {"options": "", "patch": ""})
+    timed = self._paired(lab, "seal", system, STOCK_SYSTEM)
     scored = self._force_long(system)
     verdict, reason = timed["verdict"], timed["reason"]
     if verdict == statistics.ACCEPT and scored["verdict"] != "pass":
@@ -392,9 +471,8 @@ class LabWorld:
     lab = self.lab("long")
     requests: list[Request] = lab.requests[: self._sealed.long_requests]
     folder = self._place("long", system)
-    stock: System = {"options": "", "patch": ""}
     try:
-      for name, which in ((STOCK, stock), (CANDIDATE, system)):
+      for name, which in ((STOCK, STOCK_SYSTEM), (CANDIDATE, system)):
         lab.generate(self._system(which), name, requests, folder)
     except EngineFault as e:
       mine = e.engine == CANDIDATE

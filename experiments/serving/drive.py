@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from experiments.metrics import MeasurementError
 from experiments.serving.arrivals import Level
-from specpilot_jax.decoding.batch.engine import Figures
+from specpilot_jax.decoding.batch.records import Figures
 from specpilot_jax.decoding.batch.scheduler import (
   ERROR,
   Request,
@@ -103,7 +103,6 @@ def serve(
   *,
   seed: int = 0,
   deadline: float = math.inf,
-  done: Callable[[Served], None] = lambda served: None,
   clock: Callable[[], float] = time.perf_counter,
   sleep: Callable[[float], None] = time.sleep,
 ) -> list[Served]:
@@ -115,7 +114,6 @@ def serve(
     level: when they come.
     seed: of the arrivals.
     deadline: of `clock`; nothing is sent after it, what was sent is answered.
-    done: called with every answer.
     clock, sleep: in seconds.
 
   Returns:
@@ -162,7 +160,6 @@ def serve(
       closed = _take(live, update, began if update.admitted else now, rounds)
       if closed is not None:
         served.append(closed)
-        done(closed)
     rounds += 1
     if not updates and not scheduler.busy:
       raise MeasurementError(f"{next(iter(live))} was never answered")

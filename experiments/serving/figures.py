@@ -88,7 +88,10 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
 
   `nodes_per_pass` counts anchors and drafts of all requests of a pass;
   `max_output_tokens_per_s` is over whole seconds, counted from the first
-  arrival.
+  arrival. `steady_throughput` leaves out the start and the end of a closed loop
+  of N requests: it is over the `steady_s` from when N requests have emitted to
+  the first end behind the last arrival; None of other loads, and where there is
+  no such time.
 
   Args:
     records: of one system at one level, at least one.
@@ -104,12 +107,16 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
   passes = len(shared)
   steps = sum(len(r["metrics"]["pass_per_step"]) for r in records)
   seconds = np.zeros(int(spans.duration_ms // 1e3) + 1, np.int64)
+  start, end = _steady(records, spans)
+  inside = 0
   for r, arrival in zip(records, spans.arrival, strict=True):
     m = r["metrics"]
     times = arrival - spans.arrival.min() + m["ttft_ms"]
     times = times + np.concatenate([[0], np.cumsum(m["itl_ms"])])
     at = np.minimum(times // 1e3, seconds.size - 1).astype(int)
     np.add.at(seconds, at, m["emitted_per_step"])
+    counts = (start < times) & (times <= end)
+    inside += int(np.asarray(m["emitted_per_step"])[counts].sum())
   level = records[0]["level"]
   wanted = level["goodput"]
   good = sum(_meets(r["metrics"], wanted) for r in records)
@@ -121,11 +128,28 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
     "good_requests": good if wanted else None,
     "max_concurrent_requests": spans.most_at_once(),
     "max_output_tokens_per_s": int(seconds.max()),
+    "steady_s": (end - start) / 1e3 if end > start else None,
+    "steady_throughput": 1e3 * inside / (end - start) if end > start else None,
     "passes": passes,
     "requests_per_pass": steps / passes,
     "nodes_per_pass": sum(shared.values()) / passes,
     "tokens_per_pass": sum(len(r["output_ids"]) for r in records) / passes,
   }
+
+
+def _steady(records: Sequence[Record], spans: _Spans) -> tuple[float, float]:
+  """When a closed loop is as full as it gets, in milliseconds after the first
+  arrival; an empty time where it never is, or is none."""
+  level = records[0]["level"]
+  most = level.get("max_concurrency")
+  closed = level.get("request_rate") == "inf" and not level.get("recorded")
+  if not closed or most is None or len(records) <= most:
+    return 0.0, 0.0
+  ttft = np.array([r["metrics"]["ttft_ms"] for r in records])
+  start = np.sort(spans.arrival + ttft)[most - 1]
+  later = spans.end[spans.end > spans.arrival.max()]
+  first = spans.arrival.min()
+  return float(start - first), float(later.min() - first)
 
 
 def _meets(metrics: Mapping[str, Any], wanted: Mapping[str, float]) -> bool:

@@ -9,6 +9,7 @@ Stock, decoding one request at a time, then scores the outputs.
 
 import dataclasses
 import functools
+import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,19 @@ from experiments import (
   results,
   timed,
 )
+from experiments.ablation import compare as ablation
 from experiments.console import Progress, say, table
 from experiments.serving import drive, section
 from experiments.serving.arrivals import Level
 from experiments.serving.settings import LoadSettings
 from experiments.settings import AR, STOCK, Settings
 from specpilot_jax import compilation, footprint, loading
-from specpilot_jax.configs import ONE_LEVEL, SystemConfig
+from specpilot_jax.configs import (
+  CHAIN,
+  DEFAULT_TREE_NODES,
+  ONE_LEVEL,
+  SystemConfig,
+)
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import batching, registry
 from specpilot_jax.models import assembly
@@ -63,17 +70,19 @@ class _Run:
       None if plain else self.drafter,
     )
 
-  def policy(self, name: str) -> batching.BatchPolicy:
-    """A system, with slots of its own."""
+  def policy(self, name: str, level: Level) -> batching.BatchPolicy:
+    """A system, with slots of its own, as many as the level needs."""
     system = self.settings.system(name)
-    target, drafter = self._prepared(system.weights, name == AR)
+    target, drafter = registry.prepare(
+      system, *self._prepared(system.weights, name == AR)
+    )
     engine = batching.engine(
       system,
       target,
       drafter,
       tokenizer=self.model.tokenizer,
-      slots=self.load.slots,
-      slot_buckets=self.load.slot_buckets,
+      slots=self.load.slots_of(level),
+      slot_buckets=self.load.slot_buckets_of(level),
       max_seq_len=self.room,
       prefill_chunk=self.settings.prefill_chunk,
     )
@@ -210,8 +219,11 @@ def run(settings: Settings, load: LoadSettings) -> int:
       deadline=clock.deadline,
     )
     records = _measure(told, result, clock, peaks)
+    if settings.ablation:
+      result["ablation"] = ablation.result_of(settings.ablation, records)
     result["requests_sha256"] = results.sha256(folder.path / results.REQUESTS)
     result["notes"] = benchmark.notes_of(result, model)
+    result["notes"] += section.notes(result["systems"])
     if settings.token_forcing:
       benchmark.force_own(
         settings, model, room, planned, store, records, result, folder, clock,
@@ -234,15 +246,29 @@ def _plan(settings, load, source, room: int) -> dict[str, int]:
   drafting = sum(name != AR for name in settings.systems)
   plain = len(settings.systems) - drafting
   wanted = {source.held(settings.system(n).weights) for n in settings.systems}
+  drafter = loading.drafter_config(settings.drafter, source.config)
+  chain = 1 + (drafter.num_slots if drafter is not None else 0)
+  nodes = 1
+  for name in settings.systems:
+    system = settings.system(name)
+    tree = system.node_budget or DEFAULT_TREE_NODES
+    own = chain if system.tree == CHAIN else tree
+    nodes = max(nodes, 1 if name == AR else own)
+  # Passes over fewer slots than there are, of loads that vary: the power of two
+  # below is the most of them.
+  varies = any(level.varies for level in load.levels)
+  fewer = (1 << (load.slots - 1).bit_length()) // 2 if load.slots > 1 else 0
   return plan.memory(
     source.config,
-    loading.drafter_config(settings.drafter, source.config),
+    drafter,
     dtype=settings.dtype or loading.default_dtype(),
     max_seq_len=room,
     prefill_chunk=settings.prefill_chunk,
     drafting=load.slots * drafting,
     plain=load.slots * plain + settings.token_forcing,
     weights=sorted(wanted),
+    pass_rows=load.slots * nodes,
+    copied=fewer if varies else 0,
   )
 
 
@@ -252,29 +278,32 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
   records: dict[str, list[Any]] = {}
   extras: dict[str, dict[str, Any]] = {}
   result["recompiles"] = 0
-  policies = {name: told.policy(name) for name in settings.systems}
-  profiles = {}
-  for name, policy in policies.items():
-    profiles[name] = _warm_up(told, name, policy, result)
-  clock.lap("warm_up")
-  peaks.note("warm_up")
-  total = len(settings.systems) * len(load.levels) * len(told.requests)
-  with Progress("serve", total) as progress:
-    for index, level in enumerate(load.levels):
+  for index, level in enumerate(load.levels):
+    policies = {
+      name: _warmed_up(told, name, level, result) for name in settings.systems
+    }
+    clock.lap("warm_up")
+    peaks.note("warm_up")
+    total = len(settings.systems) * len(told.requests)
+    with Progress(f"serve {level.name}", total) as progress:
       for name in list(policies)[:: -1 if index % 2 else 1]:
         key = f"{name}{metrics.AT}{level.name}"
+        policy = policies.pop(name)
         held, before = plan.held_bytes(), compilation.num_compilations()
-        records[key] = _serve(told, name, level, policies[name], progress)
+        records[key] = _serve(told, name, level, policy, progress)
         result["recompiles"] += compilation.num_compilations() - before
         result["stopped_early"] |= len(records[key]) < len(told.requests)
         extras[key] = {
           "options": registry.assignments(settings.system(name)),
           "held_bytes": [held, plan.held_bytes()],
-          "profile": profiles[name],
+          "profile": policy.profile.told() if policy.profile else None,
         }
         told.folder.event("served", system=name, level=level.name)
-  clock.lap("serve")
-  peaks.note("serve")
+        # Its slots are free before those of the next level are made.
+        del policy
+        gc.collect()
+    clock.lap("serve")
+    peaks.note("serve")
   # In the order of the systems, whoever came first under a load.
   records = {
     key: records[key]
@@ -296,14 +325,24 @@ def _beside_stock(systems: dict[str, dict[str, Any]]) -> None:
   """What each is to stock under the same load."""
   for key, own in systems.items():
     stock = systems.get(metrics.at_level(STOCK, key))
-    own["speedup_vs_stock"] = (
-      own["output_throughput"] / stock["output_throughput"] if stock else None
-    )
+    for name, field in (
+      ("speedup_vs_stock", "output_throughput"),
+      ("steady_speedup_vs_stock", "steady_throughput"),
+    ):
+      base = (stock or {}).get(field)
+      own[name] = own[field] / base if base and own[field] else None
 
 
-def _warm_up(told: _Run, name: str, policy, result) -> dict[str, Any] | None:
-  """Compiles and warms up; the step times that a policy goes by."""
+def _warmed_up(
+  told: _Run, name: str, level: Level, result
+) -> batching.BatchPolicy:
+  """A system for a level, compiled and warmed up.
+
+  Its policies forget what they learned of the requests by which they were: some
+  of those that are timed.
+  """
   before, started = compilation.num_compilations(), time.monotonic()
+  policy = told.policy(name, level)
   policy.warm_up([told.settings.sampling])
   orders = [
     dataclasses.replace(
@@ -313,21 +352,32 @@ def _warm_up(told: _Run, name: str, policy, result) -> dict[str, Any] | None:
         max_tokens=min(_WARM_UP_TOKENS, order.sampling.max_tokens),
       ),
     )
-    for order in told.orders()[: told.settings.num_warmups * told.load.slots]
+    for order in told.orders()[
+      : told.settings.num_warmups * policy.engine.slots
+    ]
   ]
   if orders:
     drive.serve(policy, orders, Level())
     policy.engine.wait()
-  result["compilation"][name] = {
-    "compile_s": round(time.monotonic() - started, 3),
-    "executables": compilation.num_compilations() - before,
-  }
-  told.folder.event("warmed_up", system=name, **result["compilation"][name])
-  say(
-    f"compiled {name} in {result['compilation'][name]['compile_s']:.1f} s (not"
-    " part of any figure)"
+  told_so_far = result["compilation"].setdefault(
+    name, {"compile_s": 0.0, "executables": 0}
   )
-  return policy.profile.told() if policy.profile else None
+  seconds = round(time.monotonic() - started, 3)
+  executables = compilation.num_compilations() - before
+  told_so_far["compile_s"] = round(told_so_far["compile_s"] + seconds, 3)
+  told_so_far["executables"] += executables
+  told.folder.event(
+    "warmed_up",
+    system=name,
+    level=level.name,
+    compile_s=seconds,
+    executables=executables,
+  )
+  say(
+    f"compiled {name} for {level.name} in {seconds:.1f} s (not part of any"
+    " figure)"
+  )
+  return policy.fresh()
 
 
 def _serve(told: _Run, name, level, policy, progress) -> list[Any]:

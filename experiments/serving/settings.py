@@ -40,15 +40,16 @@ class LoadSettings:
     unlimited = len(known) < len(self.levels)
     return max([*known, DEFAULT_SLOTS] if unlimited else known)
 
-  @property
-  def slot_buckets(self) -> tuple[int, ...] | None:
-    """Numbers of slots to compile passes for: those of closed loops, which keep
-    as many busy; None for the engine's own where the load varies."""
-    slots = self.slots
-    if any(level.varies for level in self.levels):
-      return None
-    sizes = {min(n, slots) for n in map(_most, self.levels) if n is not None}
-    return tuple(sorted(sizes | {slots}))
+  def slots_of(self, level: Level) -> int:
+    """Requests of a level decoded at once at most."""
+    most = level.max_concurrency
+    return self.slots if most is None else min(most, self.slots)
+
+  def slot_buckets_of(self, level: Level) -> tuple[int, ...] | None:
+    """Numbers of slots to compile passes for: all of a closed loop, which keeps
+    as many busy and copies no state then; None for the engine's own where the
+    load varies."""
+    return None if level.varies else (self.slots_of(level),)
 
 
 def _most(level: Level) -> int | None:

@@ -53,6 +53,12 @@ def encode(weight: np.ndarray) -> W12Array:
   row without an exponent above MIN_BASE + 14 has the lowest window. The
   result depends on the bits of the matrix alone.
 
+  >>> weight = np.array([[1.5, -0.02, 0.0, 3e38]], ml_dtypes.bfloat16)
+  >>> packed = encode(weight)
+  >>> again = np.asarray(w12_array.decode(packed))
+  >>> bool((again.view(np.uint16) == weight.view(np.uint16)).all())
+  True
+
   Args:
     weight: bfloat16 [O, I].
 

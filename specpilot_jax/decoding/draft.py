@@ -44,7 +44,6 @@ class Drafts:
     count: drafts that exist, the first of `tokens`.
     candidates: ids that the law is over, per slot.
     log_law: normalised log-probabilities of the candidates, given the draft
-    log_law: normalised log-probabilities of the candidates, given the draft
       before where the drafter conditions on it.
     scores: of the drafts, as the lattice has them.
   """
@@ -98,7 +97,12 @@ class Drafter(Protocol):
     start: Int[Array, ""],
     count: Int[Array, ""],
   ) -> Any:
-    """Takes in `count` newly committed tokens, the first at `start`."""
+    """Takes in `count` newly committed tokens, the first at `start`.
+
+    All P rows from `start` on are written: what they held is gone. (Level 1 of
+    two-level verification extends a context by what is not committed; the
+    commit does so again from the same position.)
+    """
     ...
 
   def draft(

@@ -14,7 +14,7 @@ from flax import nnx
 
 from specpilot_jax import compilation
 from specpilot_jax import kernels as kernels_lib
-from specpilot_jax.configs import ONE_LEVEL, SystemConfig, runs_on
+from specpilot_jax.configs import GDN, ONE_LEVEL, SystemConfig, runs_on
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding.draft import Drafter
@@ -61,6 +61,35 @@ class Engine:
 
   Without a drafter this is autoregressive decoding: the same engine with an
   executable of one node.
+
+  A model with random weights emits the same tokens with drafts and without:
+
+  >>> import dataclasses
+  >>> from specpilot_jax import configs
+  >>> from specpilot_jax.decoding.prompt_lookup import PromptLookup
+  >>> from specpilot_jax.models import target as target_lib
+  >>> config = dataclasses.replace(
+  ...   configs.preset("SmolLM2-135M"),
+  ...   vocab_size=16,
+  ...   hidden_size=32,
+  ...   intermediate_size=48,
+  ...   layer_types=(configs.ATTENTION,),
+  ...   context_length=64,
+  ... )
+  >>> target = target_lib.build(
+  ...   config, target_lib.random_params(config, seed=3, scale=3), "float32"
+  ... )
+  >>> request = SamplingParams(max_tokens=24, ignore_eos=True)
+  >>> plain = Engine(target).generate([1, 2, 3, 1, 2, 3], request)
+  >>> drafted = Engine(target, drafter=PromptLookup()).generate(
+  ...   [1, 2, 3, 1, 2, 3], request
+  ... )
+  >>> drafted.token_ids == plain.token_ids, len(plain.token_ids)
+  (True, 24)
+  >>> plain.metrics.acceptance_length
+  1.0
+  >>> drafted.metrics.acceptance_length >= 1
+  True
 
   Args:
     target: a built target.
@@ -116,8 +145,15 @@ class Engine:
         f"verification={system.verification} is to run"
         f" {'with' if schedule is None else 'without'} a schedule of passes"
       )
+    if schedule is not None and schedule.system != system:
+      raise SpecPilotError(
+        "the schedule of passes was made for another system:"
+        f" {schedule.system}, not {system}"
+      )
     self.schedule = schedule
-    self._plan: Any = None  # asked for before the first request
+    # By what requests are compiled for: an executable has times of its own.
+    self._plans: dict[sampling_lib.Features, Any] = {}
+    self._told: Any = None  # a plan for all of them
     widest = policy if schedule is None else schedule
     kernels_lib.check_passes(
       target.kernels,
@@ -126,6 +162,7 @@ class Engine:
       target.weights,
       path=widest.path,
       dtype=str(target.dtype),
+      recurrent=GDN in config.layer_types,
     )
     if host_lag is None:
       host_lag = 0 if jax.default_backend() == "cpu" else 1
@@ -191,7 +228,7 @@ class Engine:
     if drafter is None:
       for name in (
         "acceptance", "num_drafts", "tree", "node_budget", "tree_depth",
-        "verification",
+        "verification", "drafter_view",
       ):  # fmt: skip
         if getattr(self.system, name) != getattr(SystemConfig(), name):
           raise SpecPilotError(
@@ -328,13 +365,29 @@ class Engine:
       sampling=sampling_lib.Sampling.of(sampling, self._acc),
       stop_ids=jnp.asarray(padded),
       limits=self._limits,
-      plan=self._plan,
+      plan=self._known_plan(sampling),
     )
 
   def set_plan(self, plan: Any) -> None:
-    """What the schedule weighs from now on, see `schedule.Schedule.plan`;
-    nothing is compiled again."""
-    self._plan = plan
+    """What the schedule weighs from now on, see `schedule.Schedule.plan`; None
+    for its own. Nothing is compiled again."""
+    self._told = plan
+
+  def plan(self, sampling: SamplingParams) -> Any:
+    """What the schedule weighs for such requests; empty without a schedule.
+
+    Between requests: it may have to time steps first.
+    """
+    features = sampling_lib.Features.of(sampling)
+    known = self._told is not None or features in self._plans
+    if self.schedule is not None and not known:
+      self._plans[features] = self.schedule.plan(self, sampling)
+    return self._known_plan(sampling)
+
+  def _known_plan(self, sampling: SamplingParams) -> Any:
+    if self._told is not None:
+      return self._told
+    return self._plans.get(sampling_lib.Features.of(sampling), ())
 
   def steps(
     self, prompt_ids: Sequence[int], sampling: SamplingParams
@@ -354,9 +407,7 @@ class Engine:
         f" of {self.max_seq_len}"
       )
     limit = min(sampling.max_tokens, room)
-    if self._plan is None:
-      planned = self.schedule.plan(self, sampling) if self.schedule else ()
-      self.set_plan(planned)
+    self.plan(sampling)
     compiled = self._compiled(sampling_lib.Features.of(sampling))
     request = self.request(sampling)
     with self._one_request():

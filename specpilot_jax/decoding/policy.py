@@ -125,37 +125,6 @@ class Policy:
       nodes=jnp.asarray(nodes, jnp.int32), depth=jnp.asarray(depth, jnp.int32)
     )
 
-  def of_tree(
-    self,
-    lattice: draft_lib.Lattice,
-    anchor: Int[Array, ""],
-    *,
-    nodes: Int[Array, ""],
-    depth: Int[Array, ""],
-    valid_vocab: int,
-    implementation: Implementation = "reference",
-  ) -> state_lib.Nodes:
-    """A pass over a tree: `rows` places, `nodes` of them used at most.
-
-    Args:
-      lattice: what the drafter offers.
-      anchor: id of the last committed token.
-      nodes: of the pass at most, the anchor included.
-      depth: drafts of a path at most.
-      valid_vocab: ids below it exist.
-      implementation: of `tree_growth`.
-    """
-    return tree_lib.nodes_of(
-      self.tree_of(
-        lattice,
-        anchor,
-        nodes=nodes,
-        depth=depth,
-        valid_vocab=valid_vocab,
-        implementation=implementation,
-      )
-    )
-
   def tree_of(
     self,
     lattice: draft_lib.Lattice,
@@ -166,7 +135,17 @@ class Policy:
     valid_vocab: int,
     implementation: Implementation = "reference",
   ) -> tree_lib.Tree:
-    """The tree of such a pass, with the scores of its nodes: see `of_tree`."""
+    """A pass over a tree, with the scores of its nodes: `rows` places, `nodes`
+    of them used at most.
+
+    Args:
+      lattice: what the drafter offers.
+      anchor: id of the last committed token.
+      nodes: of the pass at most, the anchor included.
+      depth: drafts of a path at most.
+      valid_vocab: ids below it exist.
+      implementation: of `tree_growth`.
+    """
     tokens, scores = lattice.tokens, lattice.scores
     if self.tree == configs.MARGINAL and scores.ndim == 3:
       tokens, scores = tree_lib.marginal(

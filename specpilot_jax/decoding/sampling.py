@@ -39,6 +39,12 @@ class Stream(enum.IntEnum):
 class SamplingParams:
   """Settings of one request.
 
+  >>> SamplingParams(temperature=0.7, top_p=0.9).max_tokens
+  256
+  >>> SamplingParams(top_p=0)
+  Traceback (most recent call last):
+  specpilot_jax.errors.SpecPilotError: top_p must be in (0, 1], got 0
+
   Attributes:
     temperature: 0 is greedy.
     top_k: keep the k best; 0 keeps all.

@@ -3,13 +3,15 @@
 A step verifies what the drafter offers with one pass of the target. A schedule
 may first look at the drafts with cheaper passes, and hand the exact pass a
 longer tree. Whatever it does, the exact pass decides: a schedule accepts
-nothing and commits nothing, and all that its passes compute is dropped.
+nothing and commits nothing. What its passes compute is dropped, or written
+over by the commit before anything reads it.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jaxtyping import Array, Bool, Int
 
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.decoding.sampling import SamplingParams
 
@@ -25,22 +27,29 @@ class Seen(NamedTuple):
       to the exact pass at once.
     confirmed: of them, those that it accepted.
     accepted: drafts accepted, before a stop or the limit cut the run.
+    foreseen: drafts that the last coarser pass accepted of what it looked at,
+      before anything cut its trunk.
   """
 
   trunk: Int[Array, ""]
   confirmed: Int[Array, ""]
   accepted: Int[Array, ""]
+  foreseen: Int[Array, ""]
 
 
 class Schedule(Protocol):
   """What precedes the exact pass of a step. All but `plan` is traced by jit.
 
   Attributes:
+    system: what it was made for.
     params: weights of its own, a pytree that every call gets as `params[2]`.
     rows: of the exact pass.
     path: nodes of a root path of it at most, the anchor included; no fewer than
       those of the drafts.
   """
+
+  @property
+  def system(self) -> SystemConfig: ...
 
   @property
   def params(self) -> Any: ...
@@ -56,8 +65,9 @@ class Schedule(Protocol):
     ...
 
   def plan(self, engine: "engine.Engine", sampling: SamplingParams) -> Any:
-    """What it weighs, a pytree of every request; asked for once, between
-    requests. May run requests on the engine, to time its steps."""
+    """What it weighs, a pytree of every request; asked for between requests,
+    once for all that share their executable. May run requests on the engine, to
+    time its steps."""
     ...
 
   def wanted(
@@ -78,8 +88,13 @@ class Schedule(Protocol):
     carry: "step.Carry",
     request: "step.Request",
     drafted: "step.Drafted",
-  ) -> "step.Drafted":
-    """What the exact pass verifies, `rows` nodes, instead of the drafts."""
+  ) -> tuple["step.Drafted", Any]:
+    """What the exact pass verifies, `rows` nodes, instead of the drafts.
+
+    And the drafter's context: that of the carry, which may have been extended
+    at the anchor's position, by `path` rows at most. The commit extends it
+    there by as many, and nothing reads them before.
+    """
     ...
 
   def learned(

@@ -124,14 +124,15 @@ class Drafted(NamedTuple):
   """The nodes of a pass; the chain's law too where they are one.
 
   The first `trunk` drafts are those that a coarser pass chose, one path from
-  the anchor; 0 where there was none. `scores` are what the drafter gives the
-  path to each node, a log-probability: 0 for the anchor, none where nobody asks
-  for them.
+  the anchor; 0 where there was none. `foreseen` are the drafts that it accepted
+  of what it looked at. `scores` are what the drafter gives the path to each
+  node, a log-probability: 0 for the anchor, none where nobody asks for them.
   """
 
   nodes: state_lib.Nodes
   chain: draft_lib.Drafts | None
-  trunk: Int[Array, ""] | int = 0
+  trunk: Int[Array, ""]
+  foreseen: Int[Array, ""]
   scores: Float[Array, " N"] | None = None
 
 
@@ -148,10 +149,11 @@ class Verified:
   healthy: Bool[Array, ""]
   trunk: Int[Array, ""]
   confirmed: Int[Array, ""]
+  foreseen: Int[Array, ""]
 
   @classmethod
   def of(
-    cls, nodes, taps, stash, acceptance, nan, trunk: Any = 0
+    cls, nodes, taps, stash, acceptance, nan, trunk: Any = 0, foreseen: Any = 0
   ) -> "Verified":
     """A pass over `nodes` of one request; `nan` says where logits were NaN."""
     trunk = jnp.asarray(trunk, jnp.int32)
@@ -171,6 +173,7 @@ class Verified:
       confirmed=(of_trunk & (index <= acceptance.accepted)).sum(
         dtype=jnp.int32
       ),
+      foreseen=jnp.asarray(foreseen, jnp.int32),
     )
 
 
@@ -288,45 +291,43 @@ class StepFns:
       sizes = (self.policy.rows,)
       if self.drafter.variable_length and sizes != (1,):
         sizes = (1, *sizes)
-    pad_to = sizes[-1] if self.schedule is None else self.schedule.rows
     verify = functools.partial(
-      self._verify, params, carry, request, drafted, pad_to=pad_to
+      self._verify, params, carry, request, drafted, pad_to=sizes[-1]
     )
     branches = [functools.partial(verify, size) for size in sizes]
 
-    def at_once() -> Verified:
+    def at_once() -> tuple[Carry, StepOutput, Seen]:
       if drafted is None or len(branches) == 1:
-        return branches[0]()
-      return jax.lax.cond(drafted.nodes.count > 1, branches[1], branches[0])
+        seen = branches[0]()
+      else:
+        seen = jax.lax.cond(drafted.nodes.count > 1, branches[1], branches[0])
+      return self.finish(params, carry, request, seen, self.policy.path)
 
     schedule = self.schedule
     if schedule is None or lattice is None or drafted is None:
-      seen = at_once()
-    else:
-      seen = self._scheduled(
-        schedule, params, carry, request, lattice, drafted, at_once
-      )
-
-    return self.finish(params, carry, request, lattice, seen)
+      return at_once()[:2]
+    after, out, told = self._scheduled(
+      schedule, params, carry, request, lattice, drafted, at_once
+    )
+    learned = schedule.learned(self, carry, request, lattice, told)
+    return dataclasses.replace(after, schedule=learned), out
 
   def finish(
     self,
     params: Any,
     carry: Carry,
     request: Request,
-    lattice: draft_lib.Lattice | None,
     seen: Verified,
-  ) -> tuple[Carry, StepOutput]:
+    path_nodes: int,
+  ) -> tuple[Carry, StepOutput, Seen]:
     """What a pass accepted becomes the state, as far as no stop cuts it.
 
     Args:
       carry: the one before the pass, which ran on top of it.
-      lattice: what was drafted; None without a drafter.
       seen: the pass.
+      path_nodes: of a root path of it at most.
     """
-    position, schedule = carry.target.length, self.schedule
-    learned = carry.schedule
-    path_nodes = (schedule or self.policy).path
+    position = carry.target.length
     # No path is longer than the drafter's slots, whatever the tree holds.
     acceptance = jax.tree.map(
       lambda x: x[:path_nodes] if x.ndim else x, seen.acceptance
@@ -344,9 +345,6 @@ class StepFns:
         ),
       )
     last = acceptance.emitted[jnp.maximum(count - 1, 0)]
-    if schedule is not None and lattice is not None:
-      told = Seen(seen.trunk, seen.confirmed, acceptance.accepted)
-      learned = schedule.learned(self, carry, request, lattice, told)
     carry = Carry(
       target=commit(carry.target, seen.stash, path, count),
       drafter=self.extend(
@@ -356,9 +354,9 @@ class StepFns:
       remaining=carry.remaining - count,
       history=history,
       done=carry.done | cut.stopped | cut.exhausted,
-      schedule=learned,
+      schedule=carry.schedule,
     )
-    return carry, StepOutput(
+    out = StepOutput(
       tokens=acceptance.emitted,
       count=count,
       drafted=seen.count - 1,
@@ -370,6 +368,8 @@ class StepFns:
       trunk=seen.trunk,
       confirmed=seen.confirmed,
     )
+    told = Seen(seen.trunk, seen.confirmed, acceptance.accepted, seen.foreseen)
+    return carry, out, told
 
   @property
   def rejects(self) -> bool:
@@ -396,7 +396,7 @@ class StepFns:
     # A draft behind the last token that may be emitted is of no use. It limits
     # a path, not the number of siblings.
     depth = jnp.minimum(remaining - 1, limits.depth)
-    vocab = self.config.valid_vocab
+    vocab, none = self.config.valid_vocab, jnp.zeros((), jnp.int32)
     if self.policy.tree != configs.CHAIN:
       tree = self.policy.tree_of(
         lattice,
@@ -406,7 +406,8 @@ class StepFns:
         valid_vocab=vocab,
         implementation=self.kernels.tree_growth,
       )
-      return Drafted(tree_lib.nodes_of(tree), None, scores=tree.scores)
+      nodes = tree_lib.nodes_of(tree)
+      return Drafted(nodes, None, none, none, scores=tree.scores)
     chain = draft_lib.chain(
       lattice,
       valid_vocab=vocab,
@@ -419,7 +420,8 @@ class StepFns:
     nodes = state_lib.run_of(
       jnp.concatenate([anchor[None], tokens]), 1 + chain.count, prefill=False
     )
-    return Drafted(nodes, chain, scores=chain.path_scores[: nodes.size])
+    scores = chain.path_scores[: nodes.size]
+    return Drafted(nodes, chain, none, none, scores=scores)
 
   def _verify(self, params, carry, request, drafted, size, *, pad_to):
     """One target pass over the anchor and, unless `size` is 1, the drafts.
@@ -459,7 +461,7 @@ class StepFns:
       out.stash,
       acceptance,
       jnp.isnan(logits).any(axis=-1),
-      drafted.trunk if size > 1 else 0,
+      *((drafted.trunk, drafted.foreseen) if size > 1 else ()),
     )
     # One that is done has its anchor to look at all the same.
     verified = dataclasses.replace(verified, count=count)
@@ -467,18 +469,31 @@ class StepFns:
 
   def _scheduled(
     self, schedule, params, carry, request, lattice, drafted, at_once
-  ) -> Verified:
-    """The exact pass over what a schedule makes of the drafts, or `at_once`."""
-    rows = schedule.rows
+  ) -> tuple[Carry, StepOutput, Seen]:
+    """The exact pass over what a schedule makes of the drafts, or `at_once`.
 
-    def looked_at() -> Verified:
-      longer = schedule.continued(self, params, carry, request, drafted)
-      return self._verify(params, carry, request, longer, rows, pad_to=rows)
+    Either ends with its commit: what a pass leaves behind would have to be
+    padded to that of the larger one, an array at a time.
+    """
+    rows, path = schedule.rows, schedule.path
+
+    def looked_at():
+      longer, context = schedule.continued(
+        self, params, carry, request, drafted
+      )
+      seen = self._verify(params, carry, request, longer, rows, pad_to=rows)
+      written = dataclasses.replace(carry, drafter=context)
+      return self.finish(params, written, request, seen, path)
+
+    def not_looked_at():
+      after, out, told = at_once()
+      tokens = pad_nodes(out.tokens, out.tokens.shape[0], path)
+      return after, dataclasses.replace(out, tokens=tokens), told
 
     wanted = schedule.wanted(self, carry, request, lattice, drafted)
     if wanted is None:
       return looked_at()
-    return jax.lax.cond(wanted, looked_at, at_once)
+    return jax.lax.cond(wanted, looked_at, not_looked_at)
 
   def _pass(self, model, carry, request, nodes):
     """A target's output at nodes, and its penalised logits."""

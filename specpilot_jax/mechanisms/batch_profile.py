@@ -31,12 +31,21 @@ class Profile:
   Attributes:
     steps: by rows.
     ridden: the same with a chunk of a prompt; empty where none rides.
-    prefill_us: of a chunk's own pass.
+    prefill_us: of a chunk's own pass, by its tokens at most.
   """
 
   steps: Mapping[int, StepCosts]
   ridden: Mapping[int, StepCosts]
-  prefill_us: float
+  prefill_us: Mapping[int, float]
+
+  def reading_us(self, tokens: int) -> float:
+    """Of passes over so many tokens of a prompt."""
+    most = max(self.prefill_us)
+    whole, rest = divmod(tokens, most)
+    us = whole * self.prefill_us[most]
+    if rest:
+      us += self.prefill_us[min(n for n in self.prefill_us if n >= rest)]
+    return us
 
   def told(self) -> dict[str, Any]:
     """For a record."""
@@ -50,13 +59,13 @@ class Profile:
     return {
       "step_us": table(self.steps),
       "step_with_prompt_us": table(self.ridden),
-      "prefill_us": self.prefill_us,
+      "prefill_us": {str(n): us for n, us in self.prefill_us.items()},
     }
 
 
 def measure(
   engine: BatchEngine,
-  rows_of: Callable[[int], Iterable[int | None]],
+  rows_of: Callable[[int, bool], Iterable[int | None]],
   plan: Any,
   sampling: SamplingParams,
 ) -> Profile:
@@ -64,7 +73,8 @@ def measure(
 
   Args:
     engine: compiled, without requests.
-    rows_of: rows of the passes over so many slots.
+    rows_of: rows of the passes over so many slots, without and with a chunk of
+      a prompt in them.
     plan: of its allocation.
     sampling: of the requests that are timed.
   """
@@ -74,18 +84,26 @@ def measure(
     whole = slots * engine.nodes
     found = {False: {}, True: {}}
     rides = engine.rider_chunk > 0 and engine.slots > 1
-    for rows in rows_of(slots):
-      limits = StepLimits(
-        nodes=np.ones(engine.slots, np.int32), rows=rows, plan=plan
-      )
-      for rider in (False, True) if rides else (False,):
+    for rider in (False, True) if rides else (False,):
+      for rows in rows_of(slots, rider):
+        limits = StepLimits(
+          nodes=np.ones(engine.slots, np.int32),
+          rows=rows,
+          plan=plan,
+          bucket=slots,
+        )
         found[rider][rows or whole] = _step_us(
           engine, slots, limits, sampling, rider
         )
     for table, us in ((steps, found[False]), (ridden, found[True])):
       if us:
         table[slots] = StepCosts(tuple(us), tuple(us.values()))
-  return Profile(steps, ridden, _prefill_us(engine, sampling))
+  prefill_us = {
+    n: _prefill_us(engine, sampling, n) for n in engine.prefill_sizes
+  }
+  profile = Profile(steps, ridden, prefill_us)
+  engine.step_times.clear()  # of steps that nobody asked for
+  return profile
 
 
 def _timed(engine: BatchEngine, call: Callable[[int], Any], at: int) -> float:
@@ -124,7 +142,8 @@ def _admit(engine, slot: int, sampling, prompt: int, tokens: int) -> None:
 
 
 def _step_us(engine, slots, limits, sampling, rider: bool) -> float:
-  # One of the slots has the prompt that rides.
+  # Another slot has the prompt that rides; of all slots one of them, and the
+  # pass has its shape all the same.
   reader = min(slots, engine.slots - 1) if rider else None
   stepped = [s for s in range(slots) if s != reader]
   try:
@@ -143,9 +162,9 @@ def _step_us(engine, slots, limits, sampling, rider: bool) -> float:
       engine.abort(slot)
 
 
-def _prefill_us(engine, sampling) -> float:
+def _prefill_us(engine, sampling, places: int) -> float:
   try:
     _admit(engine, 0, sampling, _CALLS + 1, 1)
-    return _rounds(engine, lambda i: engine.prefill(0, Chunk(i, 1)))
+    return _rounds(engine, lambda i: engine.prefill(0, Chunk(i, 1), places))
   finally:
     engine.abort(0)

@@ -12,6 +12,8 @@ from typing import Any
 from specpilot_jax.configs import (
   ACCEPTANCE_RULES,
   DEFAULT_TREE_NODES,
+  DRAFTER_VIEWS,
+  EXACT,
   MAX_NODES,
   SWITCH,
   TREES,
@@ -25,6 +27,7 @@ from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.schedule import Schedule
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import fp8, two_level, w12
+from specpilot_jax.mechanisms.level_choice import StepTimes
 from specpilot_jax.models.target import Target
 
 FACTORS = ("tau", "kernel", "overhead")
@@ -238,6 +241,16 @@ _ALL = (
     conflicts=("verification=one_level",),
   ),
   Option(
+    name="drafter_view",
+    summary="what the drafter reads of its weights in W12: all, or a view as"
+    " above, which is fewer bytes and other drafts",
+    domain=Choice(values=DRAFTER_VIEWS),
+    factor="kernel",
+    exactness="token",
+    deployments=("drafter",),
+    requires=("weights=w12",),
+  ),
+  Option(
     name="shared_budget",
     summary="a pass has a number of nodes for all requests, given to the drafts"
     " with the highest path scores; every request keeps its anchor",
@@ -285,6 +298,15 @@ def parse_options(
   text: str, options: Mapping[str, Option] | None = None
 ) -> SystemConfig:
   """A system from `option=value,option=value`; stock from an empty text.
+
+  >>> changed(parse_options("tree=best_first, node_budget=32"))
+  {'tree': 'best_first', 'node_budget': '32'}
+  >>> parse_options("") == SystemConfig()
+  True
+  >>> parse_options("tree=bush")
+  Traceback (most recent call last):
+  specpilot_jax.errors.SpecPilotError: option tree='bush': expected \
+chain|best_first|marginal
 
   Args:
     text: assignments; spaces around them do not matter.
@@ -394,9 +416,11 @@ def prepare(
 
   Raises:
     SpecPilotError: weights that W12 or FP8 does not hold, or another form than
-      those that they can be made of.
+      those that they can be made of; a view of a drafter without weights.
   """
   if runs_on(system.weights, target.weights):
+    if system.drafter_view != EXACT:
+      drafter = w12.drafter(drafter, target, view=system.drafter_view)
     return target, drafter
   if target.weights != "bf16":
     raise SpecPilotError(
@@ -406,7 +430,7 @@ def prepare(
   if system.weights == "fp8":
     return fp8.target(target), drafter
   target = w12.target(target)
-  return target, w12.drafter(drafter, target)
+  return target, w12.drafter(drafter, target, view=system.drafter_view)
 
 
 def schedule(
@@ -414,6 +438,7 @@ def schedule(
   target: Target,
   drafter: Drafter | None,
   *,
+  times: StepTimes | None = None,
   coarse: Callable[[str], Target] | None = None,
 ) -> Schedule | None:
   """What precedes the exact pass of a system's engine; None where nothing does.
@@ -421,9 +446,9 @@ def schedule(
   Args:
     system: what is wanted.
     target, drafter: as `prepare` makes them.
-    coarse: see `two_level.schedule`.
+    times, coarse: see `two_level.schedule`.
 
   Raises:
     SpecPilotError: as `two_level.schedule`.
   """
-  return two_level.schedule(system, target, drafter, coarse=coarse)
+  return two_level.schedule(system, target, drafter, times=times, coarse=coarse)

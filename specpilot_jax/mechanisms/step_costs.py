@@ -68,30 +68,31 @@ class Yields(_Curve):
 
 
 def nodes_for(
-  load: int, costs: StepCosts, yields: Yields, choices: Sequence[int]
+  load: int,
+  costs: StepCosts,
+  yields: Yields,
+  choices: Sequence[int],
+  rate: float | None = None,
 ) -> int:
   """Nodes of a pass that emits the most tokens a second.
-
-  Tokens are what the requests emit with equal shares. Sharing by score gives no
-  fewer, so that the tables do not have to know the scores.
 
   Args:
     load: requests that decode, at least 1.
     costs, yields: of the deployment.
     choices: numbers of nodes to choose from; more than the requests themselves
       where there are such, otherwise a node for each request.
+    rate: tokens a microsecond that other passes emit; then it is the pass with
+      the most tokens beyond what those would emit in its time.
 
   Returns:
     One of the choices, or `load`; of equally good ones the smallest.
   """
-  best, most = load, load * yields.at(1) / costs.at(load)
-  for nodes in sorted(choices):
-    if nodes <= load:
-      continue
-    rate = load * yields.at(nodes / load) / costs.at(nodes)
-    if rate > most:
-      best, most = nodes, rate
-  return best
+
+  def worth(nodes: int) -> float:
+    tokens, us = load * yields.at(nodes / load), costs.at(nodes)
+    return tokens / us if rate is None else tokens - rate * us
+
+  return max([load, *sorted(n for n in choices if n > load)], key=worth)
 
 
 def node_price(

@@ -17,6 +17,7 @@ from pallas_kernels.fp8_array import FP8Array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.checkpoints import w12 as codec
 from specpilot_jax.checkpoints import w12_device
+from specpilot_jax.configs import EXACT
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import assembly, layers
@@ -86,14 +87,24 @@ def target(model: Target) -> Target:
   return target_lib.assemble(model.config, arrays, model.dtype, model.kernels)
 
 
-def drafter(model: Drafter | None, target: Target) -> Drafter | None:
+def drafter(
+  model: Drafter | None, target: Target, *, view: str = EXACT
+) -> Drafter | None:
   """The same drafter for a target in W12, whose embedding and head it uses.
 
+  Args:
+    view: what its products read of the matrices, one of
+      `configs.DRAFTER_VIEWS`. Whatever it drafts, it changes no output.
+
   Raises:
-    SpecPilotError: as `encode`.
+    SpecPilotError: as `encode`; a view of a drafter without weights.
   """
   if not isinstance(model, DFlashDrafter):
-    return model  # It has no weights.
+    if model is not None and view != EXACT:
+      raise SpecPilotError(
+        f"drafter_view={view} is of a drafter's weights, {model.name} has none"
+      )
+    return model
   own = model.model()
   arrays = _encoded(assembly.leaves(own))
 
@@ -104,4 +115,5 @@ def drafter(model: Drafter | None, target: Target) -> Drafter | None:
     assembly.assemble(own.config.name, make, arrays),
     target,
     candidates=model.candidates,
+    view=None if view == EXACT else view,
   )

@@ -249,21 +249,27 @@ class BatchTest(kit.Float64TestCase):
   def test_prompts_that_ride(self):
     """A chunk of one request's prompt in the verify pass of the others."""
     references = batch_kit.references(8)
-    rode = []
+    engine, rode = chains(GREEDY), []
+    call = engine._run
 
-    def ride(load, unread):
-      rode.append(unread)
-      return 4
+    def noted(features, index, listed, limits, rider):
+      if rider is not None:
+        rode.append((int(rider.count), int(listed.sum())))
+      return call(features, index, listed, limits, rider)
 
+    self.enterContext(mock.patch.object(engine, "_run", noted))
     run = Run(
-      chains(GREEDY),
+      engine,
       references,
       arrivals=arrivals(8, 3),
       states=True,
-      ride=ride,
+      ride=lambda load, unread: 4,
     )
     run.finished()
+    # Beside others that decode, whole chunks and the ends of prompts.
     self.assertGreater(len(rode), 4)
+    self.assertGreater(max(beside for _, beside in rode), 2)
+    self.assertGreater(len({count for count, _ in rode}), 1)
 
   def test_mates_and_slots_change_nothing(self):
     """The same requests in another order, and each with other mates."""

@@ -23,9 +23,8 @@ from tests.decoding.batch_kit import BASE, GREEDY, Run
 GREEDY_ONLY = Features(greedy=True, filters=False, penalties=False)
 
 
-def products(jaxpr) -> collections.Counter:
-  """Every product of a computation as (batch, rows or columns, inner) sizes."""
-  found = collections.Counter()
+def equations(jaxpr):
+  """All of a computation, those of inner ones too."""
   for equation in jaxpr.eqns:
     for value in equation.params.values():
       for inner in jax.tree.leaves(
@@ -33,7 +32,14 @@ def products(jaxpr) -> collections.Counter:
       ):
         inner = getattr(inner, "jaxpr", inner)
         if hasattr(inner, "eqns"):
-          found += products(inner)
+          yield from equations(inner)
+    yield equation
+
+
+def products(jaxpr) -> collections.Counter:
+  """Every product of a computation as (batch, rows or columns, inner) sizes."""
+  found = collections.Counter()
+  for equation in equations(jaxpr):
     if equation.primitive.name == "dot_general":
       left, right = (v.aval.shape for v in equation.invars)
       (over, _), (batch, _) = equation.params["dimension_numbers"]
@@ -53,15 +59,23 @@ def one_step(engine) -> collections.Counter:
 
 def batch_steps(engine: BatchEngine, bucket: int, rows=None):
   """Of a batch engine's step over so many slots."""
-  fns = batch_step.BatchFns(engine._one.fns)
+  return products(batch_jaxpr(engine, engine._one.fns, bucket, rows))
+
+
+def batch_jaxpr(engine: BatchEngine, one, bucket: int, rows=None):
+  """Of a step with the functions of one request, over so many slots."""
+  fns = batch_step.BatchFns(one)
   index = engine._index(range(bucket))
-  limits = engine._limits(index, StepLimits())
+  policy = engine._one.fns.policy
+  limits = StepLimits().of_slots(
+    index, engine.slots, policy.rows, policy.path - 1
+  )
   whole = None if bucket == engine.slots else index
   listed = np.ones(bucket, bool)
   traced = jax.make_jaxpr(lambda *given: fns.step(*given, rows=rows))(
     engine._one.params, engine._slots, whole, listed, limits, (), None
   )
-  return products(traced.jaxpr)
+  return traced.jaxpr
 
 
 class StructureTest(kit.Float64TestCase):
@@ -84,6 +98,21 @@ class StructureTest(kit.Float64TestCase):
     self.assertEqual(found[expected], BASE.num_layers)
     # And no product is there once for each request.
     self.assertEqual(sum(found.values()), sum(alone.values()))
+
+  def test_rows_without_filters_are_not_sorted(self):
+    """But for so many at once, in a loop over those that have some."""
+    batch = batch_kit.make("chain", 4)
+    for filters in (True, False):
+      features = Features(greedy=False, filters=filters, penalties=False)
+      one = dataclasses.replace(batch._one.fns, features=features)
+      sorts = {
+        equation.invars[0].aval.shape
+        for equation in equations(batch_jaxpr(batch, one, 4))
+        if equation.primitive.name == "sort"
+        and equation.invars[0].aval.shape[-1] == BASE.vocab_size
+      }
+      rows = {int(np.prod(shape[:-1])) for shape in sorts}
+      self.assertEqual(rows, {batch_step.FILTERED_ROWS} if filters else set())
 
 
 class Shifted:
@@ -202,7 +231,22 @@ class RefusalTest(kit.Float64TestCase):
       with self.assertRaisesRegex(SpecPilotError, line):
         call()
     self.assertEqual(engine.free_slots, (1,))
+    # A call that fails has read nothing, and taken nothing.
+    with mock.patch.object(engine, "_prefill", side_effect=ValueError):
+      with self.assertRaises(ValueError):
+        engine.prefill(0, Chunk(0, 2))
     engine.prefill(0, Chunk(0, 2))
+    with mock.patch.object(
+      engine, "_step", return_value=mock.Mock(side_effect=ValueError)
+    ):
+      with self.assertRaises(ValueError):
+        engine.step([0])
+    self.assertIsNotNone(engine._slots)
+    # A pass over all slots, and one over as many as are stepped.
+    self.assertEqual(engine._index([0]).tolist(), [0, 1])
+    few = batch_kit.make("none", 4, (1, 2, 4))
+    self.assertEqual(few._index([2]).tolist(), [2])
+    self.assertEqual(few._index([2], 2).tolist(), [2, 4])
     for line, limits in (
       ("rows=1", StepLimits(rows=1)),
       ("numbers from 1", StepLimits(nodes=[0, 1])),

@@ -23,7 +23,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from specpilot_jax import kernels as kernels_lib
-from specpilot_jax.configs import SystemConfig
+from specpilot_jax.configs import ATTENTION, MAX_NODES, SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import SamplingParams
@@ -162,7 +162,8 @@ class EngineTest(parameterized.TestCase):
     (dict(num_drafts=31), None),
     (
       dict(num_drafts=32),
-      "gdn_verify takes paths of at most 32 nodes, a pass has one of 33",
+      "gdn_verify takes paths of at most 32 nodes, a pass has one of 33;"
+      " limit num_drafts or tree_depth",
     ),
   )
   def test_too_many_nodes(self, options, refused):
@@ -188,6 +189,15 @@ class EngineTest(parameterized.TestCase):
     kernels_lib.check_passes(chosen, 64, 128, "bf16", dtype="float32")
     with pytest.raises(SpecPilotError, match="takes bfloat16, not float32"):
       kernels_lib.check_passes(chosen, 64, 128, "w12", dtype="float32")
+
+  def test_targets_without_recurrent_layers_have_no_such_limits(self):
+    chosen = Kernels.all("interpret")
+    kernels_lib.check_passes(chosen, 64, 64, "bf16", path=64, recurrent=False)
+    config = dataclasses.replace(CONFIG, layer_types=(ATTENTION,))
+    assert kernels_lib.longest_path(chosen, config) == MAX_NODES
+    assert kernels_lib.longest_path(Kernels(), CONFIG) == MAX_NODES
+    longest = kernels_lib.longest_path(chosen, CONFIG)
+    assert longest == kernels_lib.GDN_PATH
 
   def test_fewer_nodes_where_shared_memory_is_small(self):
     chosen = Kernels(gdn_verify="triton")

@@ -77,6 +77,9 @@ def test_the_27b():
   # A chunk of 64 scored tokens over 248,320 ids.
   assert found["workspace"] == 3 * 64 * 248_320 * 4
   assert 57e9 < sum(found.values()) < 59e9
+  batch = a_plan(pass_rows=256, copied=8)
+  own = one.kv_cache_bytes + one.recurrent_bytes
+  assert batch["workspace"] == 3 * 256 * 248_320 * 4 + 2 * 8 * own
   alone = a_plan(drafting=0, plain=1)
   assert alone["drafter"] == alone["drafter_context"] == 0
 

@@ -3,9 +3,12 @@
 import json
 import pathlib
 
+import ml_dtypes
+import numpy as np
 from absl.testing import flagsaver
 
 from experiments import main
+from specpilot_jax import configs
 from specpilot_jax.checkpoints import hf
 from specpilot_jax.models import target as target_lib
 from tests.checkpoints import builders
@@ -13,10 +16,25 @@ from tests.checkpoints import builders
 PROMPTS = ("the cat on the mat", "the mat on the cat on", "été été", "x")
 
 
-def save_model(folder: pathlib.Path) -> pathlib.Path:
-  """A random Llama of two layers with a byte-level tokenizer."""
-  config = builders.config(context_length=128, eos_token_ids=(2,))
+def save_model(
+  folder: pathlib.Path, *, layers: int = 2, exact: bool = False
+) -> pathlib.Path:
+  """A random Llama with a byte-level tokenizer.
+
+  Args:
+    exact: its weights are bfloat16 values.
+  """
+  config = builders.config(
+    context_length=128,
+    eos_token_ids=(2,),
+    layer_types=(configs.ATTENTION,) * layers,
+  )
   params = target_lib.random_params(config, 0, 1.3)
+  if exact:
+    params = {
+      name: np.asarray(value).astype(ml_dtypes.bfloat16)
+      for name, value in params.items()
+    }
   hf.save(folder, config, params, tokenizer_files=builders.tokenizer_files())
   return folder
 

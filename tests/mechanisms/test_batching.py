@@ -3,11 +3,12 @@
 In float64, over scripted drafts, against runs of single requests.
 """
 
+import collections
 import dataclasses
-import itertools
 import statistics
 import types
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from absl.testing import parameterized
 
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.batch import step as batch_step
+from specpilot_jax.decoding.batch.records import StepLimits, StepTime
 from specpilot_jax.decoding.batch.scheduler import Load, Request, Update
 from specpilot_jax.decoding.draft import Drafts, Lattice
 from specpilot_jax.errors import SpecPilotError
@@ -30,15 +32,16 @@ SLOTS = 4
 ROWS = 12
 CHAINS = Allocation(chains=True, shared=True, dynamic=True, lengths=(6, 4, 2))
 TREES = Allocation(chains=False, shared=True, dynamic=True, lengths=(6, 4, 2))
+LOAD = Load(waiting=0, prefilling=0, decoding=4, free_slots=0, free_pages=0)
 FLAT = Profile(
   steps={SLOTS: StepCosts((4, 24), (100.0, 101.0))},
   ridden={SLOTS: StepCosts((4, 24), (110.0, 111.0))},
-  prefill_us=100.0,
+  prefill_us={8: 100.0},
 )
 STEEP = Profile(
   steps={SLOTS: StepCosts((4, 24), (100.0, 900.0))},
   ridden={SLOTS: StepCosts((4, 24), (400.0, 1200.0))},
-  prefill_us=100.0,
+  prefill_us={8: 100.0},
 )
 
 
@@ -52,7 +55,12 @@ def shape(**settings: Any) -> Any:
   kernels = types.SimpleNamespace(w12_matmul="reference")
   known = dict(slots=SLOTS, slot_buckets=(SLOTS,), nodes=16, rider_chunk=0)
   known |= dict(prefill_chunk=8, kernels=kernels)
+  known |= dict(step_times=collections.deque())
   return types.SimpleNamespace(**(known | settings))
+
+
+def profile(costs: StepCosts) -> Profile:
+  return Profile({SLOTS: costs}, {}, {8: 1.0})
 
 
 class Run(batch_kit.Run):
@@ -76,8 +84,8 @@ class Run(batch_kit.Run):
 class Steady(BatchPolicy):
   """Its passes have one shape, whatever it would choose: one is compiled."""
 
-  def rows_of(self, slots):
-    del slots
+  def rows_of(self, slots, rides=False):
+    del slots, rides
     return (ROWS,)
 
 
@@ -112,10 +120,11 @@ class LosslessTest(kit.Float64TestCase):
     if profile is FLAT:
       # Some get more than their share, and not only chains.
       self.assertGreater(max(drafts), ROWS // SLOTS)
+      self.assertGreater(statistics.mean(drafts[8:]), 2)
       self.assertTrue(any(r.drafted > r.depth for r in results))
     else:
-      # A node costs more than it brings: the shortest length, no budget.
-      self.assertLess(max(drafts[8:]), 2)
+      # A node costs more than it brings: few drafts, if any.
+      self.assertLess(statistics.mean(drafts[8:]), 1)
 
   def test_saturated(self):
     """A budget of a node each: no drafts, a token a step, the same tokens."""
@@ -125,35 +134,54 @@ class LosslessTest(kit.Float64TestCase):
     self.assertEqual({f.result.drafted for _, f in run.figures}, {0})
     self.assertEqual(run.accepted, 0)
 
-  def test_plain_steps_between(self):
-    """A row each: nothing is drafted, and later drafts are as good as ever."""
-    policy = Steady(system(), trees(), FLAT)
-    run = Run(
-      trees(), policy, batch_kit.references(8), mode="first", states=True
+  def test_its_own_rows(self):
+    """All places, packed ones, and a row each, as costs change, with a host
+    that is a step behind."""
+    engine = trees()
+    policy = BatchPolicy(
+      system(),
+      engine,
+      Profile(
+        {SLOTS: StepCosts((SLOTS, ROWS, 64), (99.0, 100.0, 101.0))},
+        {},
+        {8: 1.0},
+      ),
     )
-    plan, turn = policy.plan, itertools.cycle((True, True, False))
+    self.enterContext(mock.patch.multiple(batching, SHARES=(3,), TILE=1))
+    self.assertEqual(policy.rows_of(SLOTS), (SLOTS, ROWS, None))
+    self.enterContext(mock.patch.object(engine._one, "host_lag", 1))
+    run = Run(engine, policy, batch_kit.references(8), mode="first")
+    plan, seen = policy.plan, []
 
-    def sometimes(load):
+    def dearer(load):
+      # What is dear: all places, then packed ones, then a row each.
+      engine.step_times.clear()
+      rows = (64, ROWS, SLOTS)[len(seen) // 8 % 3]
+      for _ in range(12 if seen else 0):
+        engine.step_times.append(StepTime(SLOTS, rows, False, 1e6))
       limits = plan(load)
       assert limits is not None
-      return dataclasses.replace(limits, rows=ROWS if next(turn) else SLOTS)
+      seen.append(limits.rows)
+      return limits
 
-    run.scheduler._plan = sometimes
+    run.scheduler._plan = dearer
     run.finished()
+    self.assertEqual(set(seen), {None, ROWS, SLOTS})
     kinds = {f.scores is None: [] for _, f in run.figures}
     for _, f in run.figures:
       kinds[f.scores is None].append(f.result)
+    # Nothing is drafted, and later drafts are as good as ever.
     self.assertEqual({r.drafted for r in kinds[True]}, {0})
     self.assertGreater(max(r.accepted for r in kinds[False]), 1)
 
   def test_prompts_ride(self):
-    """Where it is cheaper than a pass of their own, and only there."""
+    """Where it is cheaper than passes of their own, and only there."""
     for profile, rode in ((FLAT, True), (STEEP, False)):
       policy = Steady(system(), shape(rider_chunk=4), profile)
-      load = Load(
-        waiting=0, prefilling=1, decoding=2, free_slots=1, free_pages=9
-      )
-      self.assertEqual(policy.ride(load, 7), 4 if rode else 0)
+      load = dataclasses.replace(LOAD, prefilling=1, decoding=2, free_slots=1)
+      for _ in range(2):  # Asking changes nothing.
+        self.assertEqual(policy.ride(load, 7), 4 if rode else 0)
+      self.assertEqual(policy._age, 0)
 
 
 def offer(rng, tokens) -> batch_step.Offer:
@@ -207,21 +235,44 @@ class PolicyTest(kit.Float64TestCase):
     self.assertEqual([policy.rows_of(n) for n in (1, 4, 32)],
                      [(None,), (20,), (32,)])  # fmt: skip
     stock = BatchPolicy(SystemConfig(), engine)
-    self.assertEqual(stock.rows_of(4), (None,))
-    # W12's kernel takes 64 rows, of which a prompt has 16.
+    # Fewer requests than slots: places of nobody are not computed.
+    self.assertEqual(stock.rows_of(4), (16, 32, None))
+    self.assertEqual(stock.rows_of(1), (None,))
+    rows = {1: 16, 2: 32, 3: None, 4: None}
+    for decoding, expected in rows.items():
+      limits = stock.plan(dataclasses.replace(LOAD, decoding=decoding))
+      assert limits is not None
+      self.assertEqual((limits.rows, limits.plan), (expected, ()))
+    plain = BatchPolicy(SystemConfig(), shape(nodes=1))
+    self.assertEqual(plain.rows_of(4), (None,))
+    self.assertIsNone(plain.plan(LOAD))
+    # Places for prompts, where several requests are decoded.
+    target = kit.build(batch_kit.BASE, "float64")
+    for slots, places in ((2, 8), (1, 0)):
+      made = batching.engine(
+        SystemConfig(prompt_admission="on"), target, None, slots=slots,
+        max_seq_len=64, prefill_chunk=8,
+      )  # fmt: skip
+      self.assertEqual(made.rider_chunk, places)
+    # Lengths alone always have drafts.
+    alone = BatchPolicy(SystemConfig(dynamic_draft="on"), engine)
+    self.assertEqual(alone.rows_of(4), (16, 32, None))
+    # W12's kernel takes 64 rows, of which a prompt has 16 where it rides.
     packed = BatchPolicy(
       SystemConfig(shared_budget="on", weights="w12"),
       shape(rider_chunk=16, kernels=types.SimpleNamespace(w12_matmul="triton")),
     )
-    self.assertEqual(packed.rows_of(4), (4, 16, 32, 48))
-    self.assertEqual(packed.rows_of(1), (1, None))
-    with self.assertRaisesRegex(SpecPilotError, "64 rows, weights=w12 takes"):
-      packed.rows_of(64)
+    self.assertEqual(packed.rows_of(4), (4, 16, 32, None))
+    self.assertEqual(packed.rows_of(8), (8, 16, 32, 64))
+    self.assertEqual(packed.rows_of(8, True), (8, 16, 32, 48))
+    self.assertEqual(packed.rows_of(64, True), ())
+    self.assertEqual(packed.rows_of(64), (64,))
+    with self.assertRaisesRegex(SpecPilotError, "65 rows, weights=w12 takes"):
+      packed.rows_of(65)
 
   def test_nodes_follow_costs(self):
     """Dear rows are given up, and taken again where drafts get better."""
     engine = shape()
-    load = Load(waiting=0, prefilling=0, decoding=4, free_slots=0, free_pages=0)
     settings = SystemConfig(
       tree="best_first", node_budget=16, shared_budget="on"
     )
@@ -232,14 +283,11 @@ class PolicyTest(kit.Float64TestCase):
       ((9.0, 100.0, 800.0, 900.0), 4),
     ):
       costs = StepCosts((4, 16, 32, 64), us)
-      policy = BatchPolicy(
-        settings, engine, Profile({4: costs}, {}, 1.0), lambda: 0.0
-      )
-      limits = policy.plan(load)
+      policy = BatchPolicy(settings, engine, profile(costs))
+      limits = policy.plan(LOAD)
       assert limits is not None
       self.assertEqual(limits.rows, rows)
-      self.assertIs(policy.plan(load), limits)  # while nothing has changed
-    self.assertIsNone(BatchPolicy(SystemConfig(), engine).plan(load))
+      self.assertIs(policy.plan(LOAD), limits)  # while nothing has changed
 
   def update(self, name, *, drafted, accepted, score=-0.1, finish=None):
     """News of a step with 15 drafts offered, all alike."""
@@ -253,29 +301,25 @@ class PolicyTest(kit.Float64TestCase):
     )
 
   def test_nodes_follow_what_drafts_are_worth(self):
-    costs = StepCosts((4, 16, 32, 64), (100.0, 110.0, 150.0, 220.0))
+    costs = StepCosts((4, 16, 32, 64), (100.0, 115.0, 150.0, 220.0))
     policy = BatchPolicy(
-      SystemConfig(shared_budget="on"),
-      shape(),
-      Profile({4: costs}, {}, 1.0),
-      lambda: 0.0,
+      SystemConfig(shared_budget="on"), shape(), profile(costs)
     )
-    load = Load(waiting=0, prefilling=0, decoding=4, free_slots=0, free_pages=0)
     rows = []
     for drafted, accepted in ((15, 12), (15, 0), (15, 12)):
       for _ in range(400):
         policy.observe(self.update("a", drafted=drafted, accepted=accepted))
-        limits = policy.plan(load)
+        limits = policy.plan(LOAD)
         assert limits is not None
       rows.append(limits.rows)
     self.assertEqual(rows, [None, 4, None])
     # Where nothing is drafted nothing is seen, but for a step now and then.
     for _ in range(400):
       policy.observe(self.update("a", drafted=15, accepted=0))
-      policy.plan(load)
+      policy.plan(LOAD)
     seen = []
     for _ in range(6400):
-      limits = policy.plan(load)
+      limits = policy.plan(LOAD)
       assert limits is not None
       if limits.rows != 4:
         for _ in range(4):
@@ -287,49 +331,45 @@ class PolicyTest(kit.Float64TestCase):
     fresh = BatchPolicy(SystemConfig(shared_budget="on"), shape())
     worth = np.exp(-0.1 * np.arange(1, 16))
     fresh.observe(self.update("a", drafted=15, accepted=int(worth.sum())))
-    trust = (int(worth.sum()) + 1) / (worth.sum() + 1)
+    prior = batching.PRIOR
+    trust = (int(worth.sum()) + prior) / (worth.sum() + prior)
     self.assertAlmostEqual(fresh.yields.at(4), 1 + trust * worth[:3].sum())
 
   def test_times_are_corrected(self):
     """A profile that a busy machine spoilt is not believed for ever."""
-    now = [0.0]
     costs = StepCosts((4, 16, 32, 64), (100.0, 900.0, 950.0, 999.0))
-    spoilt = Profile({4: costs}, {}, 1.0)
+    engine = shape()
     policy = BatchPolicy(
-      SystemConfig(shared_budget="on"), shape(), spoilt, lambda: now[0]
+      SystemConfig(shared_budget="on"), engine, profile(costs)
     )
-    load = Load(waiting=0, prefilling=0, decoding=4, free_slots=0, free_pages=0)
-    busy = dataclasses.replace(load, prefilling=1)
     true_us = {4: 100, 16: 101, 32: 102, None: 103}
     for _ in range(40):
       policy.observe(self.update("a", drafted=15, accepted=4))
     seen = []
-    for step in range(6400):
-      limits = policy.plan(load)
+    for _ in range(6400):
+      limits = policy.plan(LOAD)
       assert limits is not None
-      now[0] += 1e-6 * true_us[limits.rows]
-      seen.append(limits.rows)
+      rows = limits.rows
+      engine.step_times.append(StepTime(4, rows or 64, False, true_us[rows]))
+      # Of passes that a prompt rode in, and of other shapes.
+      engine.step_times.append(StepTime(4, rows or 64, True, 1e6))
+      engine.step_times.append(StepTime(2, 4, False, 1e6))
+      seen.append(rows)
       policy.observe(self.update("a", drafted=15, accepted=4))
-      if step % 50 == 0:
-        # A prompt's pass between two steps, and time without any, are none.
-        policy.plan(busy)
-        now[0] += 1.0
-        policy.plan(busy)
-        policy.observe(self.update("b", drafted=15, accepted=4, finish="stop"))
-        now[0] += 1.0
     self.assertEqual(set(seen[:32]), {4})
-    known = policy._costs(4)
+    known = policy._costs(4, False)
     assert known is not None
     self.assertAlmostEqual(known.at(4), 100, delta=1)
-    # One step of 64 is of the next larger pass, up to the best of all.
+    # One step of 64 is of the next larger or smaller pass, up to the best.
     self.assertIsNone(statistics.mode(seen[-64:]))
     self.assertAlmostEqual(known.at(64), 103, delta=1)
+    self.assertAlmostEqual(known.at(32), 102, delta=10)
 
   def test_rows_follow_what_requests_ask_for(self):
     """Dynamic drafts alone: the pass that their last lengths fit."""
     costs = StepCosts((4, 16, 32, 64), (100.0, 110.0, 150.0, 220.0))
     policy = BatchPolicy(
-      SystemConfig(dynamic_draft="on"), shape(), Profile({4: costs}, {}, 1.0)
+      SystemConfig(dynamic_draft="on"), shape(), profile(costs)
     )
 
     def rows(requests, *drafted, finish=None):
@@ -337,10 +377,7 @@ class PolicyTest(kit.Float64TestCase):
         policy.observe(
           self.update(str(i), drafted=count, accepted=0, finish=finish)
         )
-      load = Load(
-        waiting=0, prefilling=0, decoding=requests, free_slots=0, free_pages=0
-      )
-      limits = policy.plan(load)
+      limits = policy.plan(dataclasses.replace(LOAD, decoding=requests))
       assert limits is not None
       return limits.rows
 
@@ -363,21 +400,76 @@ class PolicyTest(kit.Float64TestCase):
     fns = dataclasses.replace(fns, allocate=alone)
     self.assertIs(fns._asked(None), alone)
 
+  def test_a_step_without_a_plan(self):
+    """All nodes, of the shapes that planned ones have: nothing is compiled."""
+    index = trees()._index([0])
+    listed = np.ones(index.size, bool)
+    (*_, plan, _), _ = trees()._arguments(index, listed, StepLimits(), None)
+    known = batching.Plan.of(3, 0.5)
+    self.assertEqual([x.dtype for x in plan], [x.dtype for x in known])
+    self.assertGreaterEqual(plan.budget, SLOTS * trees().nodes)
+    self.assertEqual(plan.price, 0)
+
   def test_timing(self):
-    """Every shape has a time, and the slots are free again."""
-    engine = trees()
-    for slot in range(SLOTS):
-      reference = batch_kit.references(4)[slot].sequence
-      engine.scripts[f"timed-{slot}"] = dict(
-        mode="always_wrong", reference=reference
-      )
-    policy = Steady(system(), engine)
+    """Every shape has a time, those with a prompt too, and those over all slots
+    though one of them reads; slots are free again."""
+    engine = Noted()
     profile = batch_profile.measure(
-      engine, policy.rows_of, batching.Plan.of(1, 0.0), batch_kit.GREEDY
+      engine,  # type: ignore
+      lambda slots, rides: (slots, None),
+      (),
+      batch_kit.GREEDY,
     )
-    self.assertEqual(profile.steps[SLOTS].nodes, (ROWS,))
+    steps = [
+      (bucket, rides, rows)
+      for bucket in (1, 2)
+      for rides in (False, True)
+      for rows in (bucket, None)
+    ]
+    self.assertEqual(list(dict.fromkeys(engine.steps)), steps)
+    self.assertEqual(set(engine.prefills), {4, 8})
     told = profile.told()
-    self.assertGreater(told["step_us"]["4"]["12"], 0)
-    self.assertEqual(told["step_with_prompt_us"], {})
-    self.assertGreater(told["prefill_us"], 0)
-    self.assertLen(engine.free_slots, SLOTS)
+    for table in ("step_us", "step_with_prompt_us"):
+      self.assertEqual(
+        {k: list(v) for k, v in told[table].items()},
+        {"1": ["1", "16"], "2": ["2", "32"]},
+      )
+    self.assertEqual(list(told["prefill_us"]), ["4", "8"])
+    us = {4: 3.0, 8: 5.0}
+    by_hand = dataclasses.replace(profile, prefill_us=us)
+    self.assertEqual(
+      [by_hand.reading_us(n) for n in (1, 4, 5, 8, 9, 21)],
+      [3.0, 3.0, 5.0, 5.0, 8.0, 15.0],
+    )
+    self.assertEmpty(engine.step_times)
+    self.assertEqual(engine.taken, set())
+
+
+class Noted:
+  """An engine that writes down what it is told."""
+
+  slots, slot_buckets, nodes, max_seq_len = 2, (1, 2), 16, 99
+  rider_chunk, prefill_sizes = 4, (4, 8)
+
+  def __init__(self):
+    self.steps, self.prefills = [], []
+    self.taken: set[int] = set()
+    self.step_times = [0]
+
+  def admit(self, slot, request):
+    del request
+    self.taken.add(slot)
+
+  def abort(self, slot):
+    self.taken.discard(slot)
+
+  def prefill(self, slot, chunk, places):
+    del slot, chunk
+    self.prefills.append(places)
+
+  def step(self, slots, limits, riders):
+    assert {*slots, *(slot for slot, _ in riders)} <= self.taken
+    self.steps.append((limits.bucket, bool(riders), limits.rows))
+
+  def wait(self):
+    pass

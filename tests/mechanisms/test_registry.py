@@ -52,6 +52,10 @@ class RegistryTest(parameterized.TestCase):
       SystemConfig(verification="two_level", level_one_passes=2, view="scaled"),
     ),
     (
+      "weights=w12,drafter_view=truncated",
+      SystemConfig(weights="w12", drafter_view="truncated"),
+    ),
+    (
       "shared_budget=on,shared_nodes=64,dynamic_draft=on,prompt_admission=on",
       SystemConfig(
         shared_budget="on",
@@ -88,6 +92,7 @@ class RegistryTest(parameterized.TestCase):
     ("tree_depth=5", "tree_depth=5 conflicts with tree=chain"),
     ("level_one_passes=0", "='0': expected a whole number from 1"),
     ("view=scaled", "view=scaled conflicts with verification=one_level"),
+    ("drafter_view=scaled", "drafter_view=scaled requires weights=w12"),
     ("verification=auto,level_one_passes=2", "=2 conflicts with .*=auto"),
     ("shared_nodes=8", "shared_nodes=8 conflicts with shared_budget=off"),
     ("shared_budget=yes", "shared_budget='yes': expected off.on"),

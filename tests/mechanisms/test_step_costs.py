@@ -70,18 +70,28 @@ class StepCostsTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    # A chunk costs 1 us a token, riding less, as much, or more.
-    (500, 31.0, 32),
-    (500, 32.0, 32),
-    (500, 33.0, 0),
+    # Passes of 128 tokens cost 128 us, riding less, as much, or more.
+    (512, 31.0, 0.0, 32),
+    (512, 32.0, 0.0, 32),
+    (512, 33.0, 0.0, 0),
     # The rest of a prompt: one pass or the other.
-    (5, 127.0, 5),
-    (5, 129.0, 0),
-    (40, 102.0, 32),
-    (40, 103.0, 0),
+    (5, 127.0, 0.0, 5),
+    (5, 129.0, 0.0, 0),
+    (40, 64.0, 0.0, 32),
+    (40, 65.0, 0.0, 0),
+    # 16 rounds in place of 4, and slots that wait: 16 x (2 + 41) is more than
+    # 4 x (128 + 41), 16 x (2 + 40) is as much.
+    (512, 2.0, 40.0, 32),
+    (512, 2.0, 41.0, 0),
+    (5, 2.0, 1e9, 5),
   )
-  def test_admission(self, unread, more_us, want):
+  def test_admission(self, unread, more_us, idle_us, want):
     got = prompt_admission.riding(
-      unread, places=32, chunk=128, more_us=more_us, own_us=128.0
+      unread,
+      places=32,
+      chunk=128,
+      more_us=more_us,
+      own_us=128.0 * -(-unread // 128),
+      idle_us=idle_us,
     )
     self.assertEqual(got, want)

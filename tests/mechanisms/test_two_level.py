@@ -1,6 +1,10 @@
 """Two-level verification: the tree that is composed, the view, the policy."""
 
 import dataclasses
+import types
+import weakref
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +14,18 @@ from flax import nnx
 
 from pallas_kernels import w12_array
 from pallas_kernels.w12_array import W12Array
+from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import ATTENTION, GDN, MAX_NODES, VIEWS, SystemConfig
+from specpilot_jax.decoding import draft as draft_lib
+from specpilot_jax.decoding import sampling as sampling_lib
+from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding.engine import Engine
-from specpilot_jax.decoding.policy import Policy
+from specpilot_jax.decoding.policy import Limits, Policy
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.decoding.schedule import Seen
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import registry, two_level, w12
+from specpilot_jax.mechanisms import level_choice, registry, two_level, w12
 from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
@@ -116,10 +125,14 @@ class ShapeTest(parameterized.TestCase):
     (dict(tree="best_first"), 1, (32, 32)),
     (dict(tree="best_first", tree_depth=4), 1, (32, 10)),
     (dict(tree="best_first", node_budget=64), 2, (64, 48)),
+    # As far as a path may be.
+    (dict(), 2, (48, 32), 32),
+    (dict(num_drafts=7), 2, (24, 24), 32),
+    (dict(tree="best_first", node_budget=64), 2, (64, 32), 32),
   )
-  def test_shape(self, system, passes, expected):
+  def test_shape(self, system, passes, expected, longest=MAX_NODES):
     policy = Policy.of_slots(SystemConfig(**system), 15, "test")
-    self.assertEqual(two_level.shape(policy, passes), expected)
+    self.assertEqual(two_level.shape(policy, passes, longest), expected)
 
 
 def coarse(weight: np.ndarray, *, midpoint: bool) -> np.ndarray:
@@ -182,6 +195,22 @@ class ViewTest(kit.Float64TestCase):
     exact = logits(self.target)
     self.assertGreater(np.abs(expected - exact).max(), 1e-3)
 
+  def test_one_matrix_at_a_time(self):
+    """Beside a target there is never more than one of its matrices in W12."""
+    held, before = [], w12.hold
+
+    def hold(name, leaf):
+      alive = [x for x in held if x() is not None]
+      self.assertLessEqual(len(alive), 1)
+      packed = before(name, leaf)
+      if isinstance(packed, W12Array):
+        held.append(weakref.ref(packed))
+      return packed
+
+    with mock.patch.object(w12, "hold", hold):
+      two_level.coarse_target(self.target, "midpoint")
+    self.assertGreater(len(held), 5)
+
   def test_the_module_itself_stays_exact(self):
     layers.read_view(self.packed, "midpoint")
     for _, part in nnx.iter_modules(self.packed):
@@ -190,14 +219,14 @@ class ViewTest(kit.Float64TestCase):
 
 def recent(steps=0.0, expected=0.0, accepted=0.0, judged=0.0, agreed=0.0):
   values = (steps, expected, accepted, judged, agreed)
-  return two_level.Recent(*(jnp.asarray(v, jnp.float32) for v in values))
+  return level_choice.Recent(*(jnp.asarray(v, jnp.float32) for v in values))
 
 
 class PolicyTest(parameterized.TestCase):
   @parameterized.parameters(0.5, 0.9, 0.97, 1.0)
   def test_expected_tokens(self, agreement):
     """Against a simulation of what the formula says."""
-    one, two = two_level.expected_tokens(
+    one, two = level_choice.expected_tokens(
       *(jnp.asarray(x) for x in (agreement, 6.0, 5.0))
     )
     self.assertAlmostEqual(float(one), 7, places=4)
@@ -209,11 +238,11 @@ class PolicyTest(parameterized.TestCase):
 
   def pays(self, ratio, hoped=5.0, left=1e3, **sums):
     return bool(
-      two_level.pays(
+      level_choice.pays(
         recent(**sums),
         jnp.asarray(hoped),
         jnp.asarray(left),
-        two_level.Plan.of(1.0, ratio),
+        level_choice.Plan.of(1.0, ratio),
       )
     )
 
@@ -228,7 +257,7 @@ class PolicyTest(parameterized.TestCase):
     sums = dict(
       steps=1e5, expected=8e5, accepted=5e5, judged=1e6, agreed=agreement * 1e6
     )
-    one, two = two_level.expected_tokens(
+    one, two = level_choice.expected_tokens(
       *(jnp.asarray(x) for x in (agreement, 5.0, 5.0))
     )
     even = float(two / one)
@@ -243,12 +272,74 @@ class PolicyTest(parameterized.TestCase):
     self.assertFalse(self.pays(1.2, left=6.0))
     self.assertTrue(self.pays(1.2, left=12.0))
 
+  def test_what_is_learned(self):
+    """Of level 1, also where its trunk was cut; of an agreement no less."""
+    before = recent(steps=1, expected=2, accepted=3, judged=4, agreed=5)
+
+    def learned(**seen):
+      seen = Seen(**{k: jnp.asarray(v) for k, v in seen.items()})
+      after = before.learned(jnp.asarray(6.0), seen)
+      return [float(x) for x in jax.tree.leaves(after)]
+
+    keep, drift = level_choice.MEMORY, level_choice.DRIFT
+    sums = [keep + 1, 2 * keep + 6]
+    np.testing.assert_allclose(
+      learned(trunk=3, confirmed=2, accepted=4, foreseen=7),
+      [*sums, 3 * keep + 7, 4 * keep + 3, 5 * keep + 2],
+      rtol=1e-6,
+    )
+    np.testing.assert_allclose(
+      learned(trunk=0, confirmed=0, accepted=4, foreseen=0),
+      [*sums, 3 * keep + 4, 4 * drift, 5 * drift],
+      rtol=1e-6,
+    )
+
+  @parameterized.parameters(
+    # Chances of four slots; their confidence; limits; expected drafts.
+    ((0.5, 0.5, 0.5, 0.5), None, (99, 99), 0.9375),
+    ((0.5, 0.5, 0.5, 0.5), None, (99, 2), 0.75),
+    ((0.5, 0.5, 0.5, 0.5), None, (2, 99), 0.5),
+    ((0.5, 0.5, 0.5, 0.5), None, (1, 99), 0.0),
+    ((0.5, 0.5, 0.5, 0.5), (1.0, 1.0, 0.5, 1.0), (99, 99), 3.0),
+    ((0.5, 0.5, 0.5, 0.5), (1.0, 1.0, 0.5, 1.0), (4, 99), 2.5),
+  )
+  def test_expected_drafts(self, chances, confidence, limits, expected):
+    """Those that are verified, by the confidence head where there is one."""
+    chance = jnp.asarray(chances)[:, None]
+    sure = None
+    if confidence is not None:
+      # Of the other parent, which the chain does not go by, nothing is sure.
+      sure = jnp.stack([jnp.asarray(confidence), jnp.zeros(4)], axis=1)
+    lattice = draft_lib.Lattice(
+      tokens=jnp.tile(jnp.asarray([[3, 5]]), (4, 1)),
+      scores=jnp.log(jnp.concatenate([chance, 1 - chance], axis=1)),
+      count=jnp.asarray(4),
+      confidence=sure,
+    )
+    schedule = two_level.TwoLevel(
+      SystemConfig(), Policy.of_slots(SystemConfig(), 4, "test"), 99, "midpoint"
+    )
+    sampling = sampling_lib.Sampling.of(SamplingParams(), jnp.float32)
+    found = schedule._expected(
+      types.SimpleNamespace(config=CONFIG),
+      types.SimpleNamespace(
+        target=types.SimpleNamespace(length=jnp.asarray(0))
+      ),
+      step_lib.Request(
+        sampling=sampling,
+        stop_ids=jnp.zeros(1, jnp.int32),
+        limits=Limits(*map(jnp.asarray, limits)),
+      ),
+      lattice,
+    )
+    self.assertAlmostEqual(float(found), expected, places=5)
+
   @parameterized.parameters(
     ("one_us", 0.0), ("one_us", float("nan")), ("two_us", -1.0)
   )
   def test_times_are_times(self, name, value):
     with self.assertRaisesRegex(SpecPilotError, f"{name} must be a time above"):
-      two_level.StepTimes(**({"one_us": 1.0, "two_us": 1.0} | {name: value}))
+      level_choice.StepTimes(**({"one_us": 1.0, "two_us": 1.0} | {name: value}))
 
 
 class EngineTest(kit.Float64TestCase):
@@ -273,14 +364,14 @@ class EngineTest(kit.Float64TestCase):
     sampling = SamplingParams(max_tokens=24, ignore_eos=True)
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
     output = engine.generate(prompt, sampling)
-    plan = engine._plan
+    plan = engine.plan(sampling)
     for time in (plan.one, plan.two):
       self.assertGreater(float(time), 1)
     plain = two_level_kit.autoregressive(config).generate(prompt, sampling)
     self.assertEqual(output.token_ids, plain.token_ids)
     # What it is told counts: an endless step of one level, or of two.
     for times, levels in (((1e9, 1), True), ((1, 1e9), False)):
-      engine.set_plan(two_level.Plan.of(*times))
+      engine.set_plan(level_choice.Plan.of(*times))
       told = engine.generate(prompt, sampling)
       self.assertEqual(told.token_ids, plain.token_ids)
       trunks = told.metrics.trunk_per_step
@@ -296,7 +387,8 @@ class EngineTest(kit.Float64TestCase):
     for _ in range(2):
       with self.assertRaisesRegex(SpecPilotError, "none of .* had drafts"):
         engine.generate([1, 2, 3], sampling)
-      self.assertIsNone(engine._plan)
+      self.assertIsNone(engine._told)
+      self.assertEmpty(engine._plans)
 
   def test_refused(self):
     target = two_level_kit.target(CONFIG)
@@ -314,6 +406,11 @@ class EngineTest(kit.Float64TestCase):
         drafter=drafter,
         schedule=registry.schedule(system, target, drafter),
       )
+    other = registry.schedule(
+      dataclasses.replace(system, view="scaled"), target, drafter
+    )
+    with self.assertRaisesRegex(SpecPilotError, "made for another system"):
+      Engine(target, drafter=drafter, system=system, schedule=other)
     many = dataclasses.replace(system, level_one_passes=99)
     with self.assertRaisesRegex(
       SpecPilotError, f"level_one_passes=99 makes .* at most {MAX_NODES} are"
@@ -324,6 +421,69 @@ class EngineTest(kit.Float64TestCase):
     with self.assertRaisesRegex(SpecPilotError, "one_level, not for two_level"):
       sampled.check_temperature(1.0)
     self.assertIsNone(registry.schedule(SystemConfig(), target, drafter))
+
+  def test_more_rows_than_the_view_has_a_kernel_for(self):
+    """Level 1 beside weights in bf16 would decode its matrices each time."""
+    packed = kernels_lib.parse("w12_matmul=interpret")
+    values = bfloat16_values(CONFIG)
+    for dtype, budget, message in (
+      ("bfloat16", 96, "w12_matmul takes at most 64 rows, a pass has 96 nodes"),
+      ("float32", 16, "w12_matmul takes bfloat16, not float32"),
+    ):
+      target = target_lib.build(CONFIG, values, dtype, packed)
+      system = SystemConfig(
+        verification="two_level", tree="best_first", node_budget=budget
+      )
+      with self.assertRaisesRegex(SpecPilotError, message):
+        registry.schedule(system, target, PromptLookup(9))
+
+  def test_passes_of_two_sizes_are_not_padded(self):
+    """Each kind of step commits what it verified, of its own size."""
+    engine = two_level_kit.engine(CONFIG, "auto")
+    carry = jax.eval_shape(engine.fresh_carry)
+    request = engine.request(SamplingParams(max_tokens=4))
+    request = dataclasses.replace(request, plan=level_choice.Plan.of(1, 1))
+    jaxpr, (after, out) = jax.make_jaxpr(engine.fns.step, return_shape=True)(
+      engine.params, carry, request
+    )
+    (either,) = (e for e in jaxpr.eqns if e.primitive.name == "cond")
+    given: list[Any] = [x.aval for x in either.outvars]
+    shapes = [x.shape for x in given]
+    # What the schedule learns comes behind it, of four numbers.
+    kept = dataclasses.replace(after, schedule=())
+    self.assertLessEqual(len(shapes), len(jax.tree.leaves((kept, out))) + 4)
+    self.assertEqual(out.tokens.shape, (engine.num_drafts + 1,))
+    # Nothing else is of the rows of a pass.
+    rows = [s for s in shapes if s[:1] == out.tokens.shape]
+    self.assertEqual(rows, [out.tokens.shape])
+
+  def test_times_of_each_executable(self):
+    """Greedy steps and those that sort a vocabulary take other times."""
+    engine = self.engine(CONFIG, verification="auto")
+    greedy = SamplingParams()
+    filtered = SamplingParams(temperature=1.0, top_p=0.9)
+    asked = []
+
+    def times(_, sampling):
+      asked.append(sampling)
+      return two_level.StepTimes(one_us=len(asked), two_us=9)
+
+    with mock.patch.object(level_choice, "step_times", times):
+      for _ in range(2):
+        self.assertEqual(float(engine.plan(greedy).one), 1)
+        self.assertEqual(float(engine.plan(filtered).one), 2)
+        self.assertEqual(float(engine.request(greedy).plan.one), 1)
+    self.assertEqual(asked, [greedy, filtered])
+    # Times that are given are all that there is.
+    given = registry.schedule(
+      engine.system,
+      two_level_kit.target(CONFIG),
+      engine.drafter,
+      times=two_level.StepTimes(one_us=3, two_us=4),
+    )
+    assert given is not None
+    plan = given.plan(engine, greedy)
+    self.assertEqual((float(plan.one), float(plan.two)), (3, 4))
 
   def test_weights_that_no_view_holds(self):
     target = target_lib.build(

@@ -15,8 +15,9 @@ from absl.testing import parameterized
 from experiments import prompts
 from specpilot_jax import loading
 from specpilot_jax.configs import AUTO, TWO_LEVEL, SystemConfig
+from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding.engine import Engine
-from specpilot_jax.mechanisms import registry, two_level
+from specpilot_jax.mechanisms import level_choice, registry
 from tests.decoding import kit
 from tests.decoding.test_lossless import FILTERED, GREEDY, SAMPLED
 from tests.mechanisms import two_level_kit
@@ -27,6 +28,8 @@ FEW = PROMPTS if FULL else 3
 BASE = kit.hybrid()
 PROCESSED = dataclasses.replace(FILTERED, temperature=1.0)
 TREE = dict(tree="best_first")
+LONGEST = 8
+"""Nodes of a path, less than a trunk and the drafts behind it may have."""
 SMALL, WIDE = TREE | dict(node_budget=24), TREE | dict(node_budget=33)
 
 
@@ -65,6 +68,7 @@ class Totals:
   beyond: int = 0  # steps that accepted drafts behind a trunk
   beside: int = 0  # steps that accepted drafts beside one
   worst: float = 0.0
+  deepest: int = 0  # drafts of a path of a pass
 
 
 def check(case, engine, sampling, modes, count=PROMPTS) -> Totals:
@@ -77,6 +81,7 @@ def check(case, engine, sampling, modes, count=PROMPTS) -> Totals:
       trunk, confirmed = result.trunk, result.confirmed
       assert 0 <= confirmed <= min(trunk, result.accepted)
       assert result.drafted >= trunk
+      total.deepest = max(total.deepest, result.depth)
       total.looked += trunk > 0
       total.left += confirmed < trunk
       if trunk:
@@ -116,7 +121,7 @@ class LosslessTwoLevelTest(kit.Float64TestCase):
   @parameterized.named_parameters(
     ("chain_greedy", GREEDY, TWO_LEVEL, {}),
     # Penalties follow trunk and tree.
-    ("tree_sampled", PROCESSED, TWO_LEVEL, SMALL),
+    ("tree_sampled", PROCESSED, TWO_LEVEL, SMALL | dict(longest=LONGEST)),
     ("auto_tree_greedy", GREEDY, AUTO, SMALL),
     ("auto_chain_sampled", SAMPLED, AUTO, dict(variable_length=True)),
     *(
@@ -142,6 +147,10 @@ class LosslessTwoLevelTest(kit.Float64TestCase):
     if FULL:
       modes += ["always_wrong", "out_of_range", "second"]
     found = check(self, engine, sampling, modes)
+    if "longest" in shape:
+      self.assertEqual(found.deepest, LONGEST - 1)
+    else:
+      self.assertGreater(found.deepest, LONGEST - 1)
     if verification == AUTO:
       self.assertLess(found.looked, found.steps)
     elif "node_budget" not in shape:
@@ -152,18 +161,39 @@ class LosslessTwoLevelTest(kit.Float64TestCase):
   def test_passes_of_any_size(self):
     """Limits are traced; a trunk may leave nothing for new drafts."""
     engine = two_level_kit.engine(BASE, AUTO, **SMALL)
-    engine.set_plan(two_level.Plan.of(1, 0))  # Always two.
+    engine.set_plan(level_choice.Plan.of(1, 0))  # Always two.
     try:
       for nodes, depth in ((1, 5), (2, 5), (5, 2), (16, 0)):
         engine.set_limits(nodes=nodes, depth=depth)
         for i, pair in enumerate(referees(GREEDY, 2)):
-          engine.load("oracle", pair[0].sequence, seed=i)
+          engine.load("first", pair[0].sequence, seed=i)
           done = kit.compare(engine, *pair)
           self.assertLess(max(done.drafted), nodes)
           self.assertEqual(max(done.drafted) > 0, nodes > 1 and depth > 0)
+          self.check_learned(engine, nodes, depth)
     finally:
       engine.set_limits()
       engine.set_plan(None)
+
+  def check_learned(self, engine, nodes, depth):
+    """What `auto` knows is about the drafts that a pass had room for."""
+    carry = engine._carry
+    assert carry is not None
+    recent = carry.schedule
+    most = min(nodes - 1, depth)
+    self.assertLessEqual(float(recent.expected), most * float(recent.steps))
+    # Level 1 saw them accepted, though of two nodes the trunk has but one.
+    if most:
+      self.assertGreater(float(recent.accepted), 0.5 * float(recent.steps))
+    else:
+      self.assertEqual(float(recent.accepted), 0)
+    # Behind the end nothing is looked at, and nothing emitted.
+    features = sampling_lib.Features.of(GREEDY)
+    request = engine.request(GREEDY)
+    carry, out = engine._compiled(features).step(engine.params, carry, request)
+    engine._carry = carry
+    self.assertTrue(bool(carry.done))
+    self.assertEqual((int(out.trunk), int(out.count)), (0, 0))
 
   def test_nothing_of_level_1_stays(self):
     """Level 1 in NaN, weights, choices and taps: nothing changes but speed."""

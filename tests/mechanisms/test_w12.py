@@ -1,6 +1,8 @@
 """Weights in W12: the same model, in engines too."""
 
+import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +175,51 @@ class ModelTest(parameterized.TestCase):
       strict=True,
     ):
       np.testing.assert_allclose(a, b, rtol=1e-5)
+
+    # A view is read in every product, of its own matrices and of the head.
+    views = []
+    product = w12_matmul.matmul
+
+    def matmul(x, weight, *, view=False, midpoint=True, **named):
+      views.append((view, midpoint))
+      return product(x, weight, view=view, midpoint=midpoint, **named)
+
+    packed_target = registry.prepare(PACKED, target, None)[0]
+    for view in ("truncated", "midpoint"):
+      system = dataclasses.replace(PACKED, drafter_view=view)
+      seen = registry.prepare(system, packed_target, packed)[1]
+      assert isinstance(seen, DFlashDrafter)
+      # Nothing is held twice.
+      for a, b in zip(
+        jax.tree.leaves(seen.params[0]),
+        jax.tree.leaves(packed.params[0]),
+        strict=True,
+      ):
+        self.assertIs(a, b)
+      views.clear()
+      with mock.patch.object(w12_matmul, "matmul", matmul):
+        context = jax.eval_shape(functools.partial(seen.init_context, 16))
+        at = jax.ShapeDtypeStruct((), jnp.int32)
+        jax.eval_shape(seen.draft, seen.params, context, at, at)
+        taps = jnp.zeros((2, len(seen.taps), config.hidden_size))
+        rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+        jax.eval_shape(seen.extend, seen.params, context, rows, taps, at, at)
+      expected = {DFlash2Config: 7 * 2 + 2, DSparkConfig: 5 * 2 + 1 + 2}[made]
+      self.assertLen(views, expected + 1 + 2)
+      self.assertEqual(set(views), {(True, view == "midpoint")})
+
+  def test_views_of_what_has_none(self):
+    target = target_lib.build(wide(), bfloat16_values(wide()), "float32")
+    system = dataclasses.replace(PACKED, drafter_view="scaled")
+    with self.assertRaisesRegex(SpecPilotError, "prompt_lookup has none"):
+      registry.prepare(system, target, PromptLookup(3))
+    self.assertIsNone(registry.prepare(system, target, None)[1])
+    with self.assertRaisesRegex(SpecPilotError, "scaled requires weights=w12"):
+      SystemConfig(drafter_view="scaled")
+    with self.assertRaisesRegex(
+      SpecPilotError, "drafter_view=.*needs a drafter"
+    ):
+      Engine(w12.target(target), system=system)
 
   def test_kernels_interpreted(self):
     """The kernels in every product, of one row and of a run of prompt."""

@@ -8,12 +8,12 @@ import numpy as np
 
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.engine import Engine
-from specpilot_jax.mechanisms import registry, two_level
+from specpilot_jax.mechanisms import level_choice, registry, two_level
 from specpilot_jax.models import target as target_lib
 from specpilot_jax.models.target import Target
 from tests.decoding import kit, tree_kit
 
-TIMES = two_level.StepTimes(one_us=1.0, two_us=1.5)
+TIMES = level_choice.StepTimes(one_us=1.0, two_us=1.5)
 """With which `auto` looks at the drafts of some steps, and not of others."""
 
 
@@ -44,8 +44,13 @@ def engine(
   passes: int = 1,
   variable_length: bool = False,
   weights: str = "bf16",
+  longest: int | None = None,
 ) -> kit.ScriptedEngine:
-  """Its `load` sets the script; chains and trees of the same lattices."""
+  """Its `load` sets the script; chains and trees of the same lattices.
+
+  Args:
+    longest: nodes of a path at most, instead of what the kernels take.
+  """
   drafter = tree_kit.LatticeDrafter(
     tree_kit.SLOTS, config, conditional=True, variable_length=variable_length
   )
@@ -58,6 +63,9 @@ def engine(
   )
   model, _ = registry.prepare(system, target(config), drafter)
   schedule = two_level.schedule(system, model, drafter, times=TIMES)
+  if longest is not None:
+    assert schedule is not None
+    schedule = dataclasses.replace(schedule, longest=longest)
   return scripted(model, drafter, system, schedule)
 
 

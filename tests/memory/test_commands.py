@@ -159,6 +159,7 @@ def test_replay_writes_proposals_and_names_what_clashes(run, tmp_path):
     (("add", "--round=x", "--patch=y"), "--round takes no other flag"),
     (("add", "--record=nowhere.json"), "nowhere.json: No such file"),
     (("replay",), "--deployment=FILE is missing"),
+    (("replay", "--deployment=x", "--holds=tpu"), "--holds must be of gpu"),
     (("verify", "--kind=x"), "verify: '--kind=x'"),
   ),
 )
@@ -168,6 +169,59 @@ def test_bad_input_is_one_line(run, argv, message):
       list(program.run([]))
     return
   assert message in run.refused(*argv)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  (
+    ("[" * 100_000, "not JSON"),
+    ("[]", "not a JSON object"),
+    ('{"title": NaN}', "not JSON"),
+    ('{"depends_on": 5}', "depends_on must be a list of ids, got 5"),
+    ('{"depends_on": [5]}', "depends_on must be a list of ids, got [5]"),
+    ('{"options": 5}', "options must be a list of objects"),
+    ('{"base": 5}', "base must be a sha256, got 5"),
+    ('{"schema": 2}', "schema must be 1, got 2"),
+  ),
+)
+def test_a_record_that_is_none_is_one_line(run, tmp_path, text, message):
+  path = tmp_path / "record.json"
+  needed = (
+    '{"kind": "negative", "title": "t", "factor": "tau", "reason": "small"'
+  )
+  path.write_text(text.replace("{", f"{needed}, ", 1))
+  assert message in run.refused("add", f"--record={path}")
+  assert "5 entries" in run("verify")[0]
+
+
+def test_additions_lose_no_file_and_ignore_no_flag(run, tmp_path):
+  path = tmp_path / "record.json"
+  path.write_text('{"kind": "negative"}')
+  (tmp_path / "a").mkdir()
+  for place in (path, tmp_path / "a" / "x.json", tmp_path / "x.json"):
+    place.write_text('{"kind": "negative"}')
+  twice = f"{tmp_path / 'a' / 'x.json'},{tmp_path / 'x.json'}"
+  assert "have one name" in run.refused(
+    "add", f"--record={path}", f"--evidence={twice}"
+  )
+  assert "--before needs --after" in run.refused(
+    "add", f"--record={path}", f"--before={tmp_path}", f"--patch={path}"
+  )
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  (
+    ('{"deployment": 1, "sampling": 1}', "damaged: no result.json"),
+    ('{"device": 3}', "fingerprint device must be a line"),
+    ("7", "not a JSON object"),
+  ),
+)
+def test_a_deployment_that_is_none_is_one_line(run, tmp_path, text, message):
+  path = tmp_path / "result.json"
+  path.write_text(text)
+  line = run.refused("replay", f"--deployment={path}")
+  assert str(path) in line and message in line
 
 
 def test_help(capsys):

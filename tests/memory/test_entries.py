@@ -1,8 +1,8 @@
 """The memory of this repository."""
 
 import ast
+import functools
 import json
-import re
 import shutil
 
 import pytest
@@ -99,34 +99,49 @@ def test_the_base_is_stock_alone(store):
 
 
 def test_settings_are_of_the_options_of_their_own_tree(store, trees):
+  registered = {name: sources.registered(tree) for name, tree in trees.items()}
+  every = set().union(*registered.values())
   for name, entry in store.entries.items():
     record = entry.record
+    # Without a tree: of what it is about.
+    known = every if record.base is None else registered[name]
     for part in filter(None, record.settings.split(",")):
-      known = set(record.option_names)
-      if record.base is not None:
-        known = sources.registered(trees[name])
-      else:  # No tree: of what it is about.
-        for other in trees:
-          known |= sources.registered(trees[other])
       assert part.partition("=")[0] in known, (record.title, part)
 
 
+def _defined(text: bytes) -> set[str]:
+  """Names that a module has, wherever it says them."""
+  found = set()
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+      found.add(node.name)
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+      found |= {alias.asname or alias.name for alias in node.names}
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      found.add(node.id)
+  return found
+
+
 def test_dependencies_are_what_code_needs(store, trees):
-  """No module of a tree imports another one of the packages that is missing."""
-  pattern = re.compile(
-    rb"^\s*from (pallas_kernels|specpilot_jax)((?:\.\w+)*) import (\w+)", re.M
-  )
+  """Whatever an entry's files import is in its own tree."""
+  defined = functools.cache(_defined)
   for name, tree in trees.items():
     for path in store.entries[name].record.sources:
-      for top, rest, what in pattern.findall(tree.get(path, b"")):
-        folder = (top + rest.replace(b".", b"/")).decode()
-        places = (
-          f"{folder}.py",
-          f"{folder}/__init__.py",
-          f"{folder}/{what.decode()}.py",
-          f"{folder}/{what.decode()}/__init__.py",
-        )
-        assert any(place in tree for place in places), (name, path, places)
+      for node in ast.walk(ast.parse(tree.get(path, b""))):
+        top = getattr(node, "module", None) or ""
+        if not isinstance(node, ast.ImportFrom) or (
+          top.partition(".")[0] not in sources.PACKAGES
+        ):
+          continue
+        folder = top.replace(".", "/")
+        module = tree.get(f"{folder}.py", tree.get(f"{folder}/__init__.py"))
+        assert module is not None, (name, path, top)
+        for what in (alias.name for alias in node.names):
+          assert (
+            f"{folder}/{what}.py" in tree
+            or f"{folder}/{what}/__init__.py" in tree
+            or what in defined(module)
+          ), (name, path, top, what)
 
 
 def test_evidence_says_where_it_is_from(store):
@@ -151,7 +166,7 @@ def test_replay_on_the_base_and_on_the_whole(store, trees):
   those that have them there is nothing left to apply."""
   base = store.trees.base(store.base_root)
   system = [e.id for e in store.current() if e.record.kind == "system"][-1]
-  found = transfer.choose(store, H200, base)
+  found = transfer.choose(store, H200, base, holds=schema.NEEDS)
   assert {c.state for c in found} == {transfer.APPLIES}
   places = [c.entry.id for c in found]
   for choice in found:
@@ -162,7 +177,9 @@ def test_replay_on_the_base_and_on_the_whole(store, trees):
     assert made == trees[choice.entry.id]
   whole = [
     choice
-    for choice in transfer.choose(store, H200, trees[system])
+    for choice in transfer.choose(
+      store, H200, trees[system], holds=schema.NEEDS
+    )
     if choice.entry.id in store.below(system)
   ]
   assert {c.state for c in whole} == {transfer.PRESENT}

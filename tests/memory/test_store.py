@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 
 import pytest
@@ -13,21 +12,6 @@ from memory.schema import Deployment, Fingerprint
 from memory.store import Store
 from specpilot_jax.errors import SpecPilotError
 from tests.memory import kit
-
-
-@pytest.fixture(name="made", scope="module")
-def _made(tmp_path_factory):
-  root = tmp_path_factory.mktemp("memory")
-  _, ids = kit.build(root)
-  return root, ids
-
-
-@pytest.fixture(name="place")
-def _place(made, tmp_path):
-  """A copy to damage, and the ids of its entries."""
-  root, ids = made
-  shutil.copytree(root, tmp_path / "memory")
-  return tmp_path / "memory", ids
 
 
 def test_a_sound_memory_has_no_problems(made):
@@ -247,61 +231,70 @@ def _tree_after(root, ids):
   return record["tree_after"][:16]
 
 
-class _Killed(BaseException):
-  pass
+def test_an_entry_is_a_folder_of_its_own(place, tmp_path):
+  root, ids = place
+  entry = root / "entries" / ids["first"]
+  entry.rename(tmp_path / "elsewhere")
+  entry.symlink_to(tmp_path / "elsewhere")
+  assert reading.problems(root)[0].endswith(f"{entry} is a symbolic link")
+  entry.unlink()
+  entry.write_text("x")
+  assert reading.problems(root)[0] == (
+    f"entries/{ids['first']}/record.json is missing"
+  )
 
 
-class _Calls:
-  """Lets so many calls happen."""
-
-  def __init__(self, fatal: int):
-    self.made, self._fatal = 0, fatal
-
-  def counted(self, real):
-    def call(*args, **kwargs):
-      self.made += 1
-      if self.made > self._fatal:
-        raise _Killed
-      return real(*args, **kwargs)
-
-    return call
-
-
-def test_an_addition_that_dies_anywhere_leaves_a_sound_memory(
-  made, tmp_path, monkeypatch
-):
-  """Every call that reaches the disk is the last one, in turn."""
-  source, ids = made
-  deaths = 0
-  for fatal in range(60):
-    root = tmp_path / f"{fatal}"
-    shutil.copytree(source, root)
-    store, calls = Store(root), _Calls(fatal)
-    with monkeypatch.context() as m:
-      for name in ("fsync", "replace", "rename"):
-        m.setattr(os, name, calls.counted(getattr(os, name)))
-      try:
-        kit.add(store, "late", lambda t: kit.edited(t, kit.A, 12, "late"))
-      except _Killed:
-        deaths += 1
-    survived = Store(root)
-    assert set(ids.values()) <= set(survived.entries)
-    assert all("addition did not end" in p for p in reading.problems(root))
-    late = kit.add(survived, "late", lambda t: kit.edited(t, kit.A, 12, "late"))
-    assert reading.problems(root) == [] and late in Store(root).entries
-    if calls.made <= fatal:
-      break
-  assert deaths == fatal > 8
-
-
-def test_a_second_writer_is_refused(place):
+def test_a_lost_log_is_named(place):
   root, _ = place
-  store = Store(root)
-  with (
-    files.locked(root),
-    pytest.raises(SpecPilotError, match="another process"),
-  ):
-    store.note_conflict([], "x")
+  (root / log.LOG).unlink()
+  (root / log.HEAD).unlink()
+  assert reading.problems(root)[0] == "log.jsonl is missing"
+
+
+@pytest.mark.parametrize(
+  "data",
+  (
+    b"[" * 100_000,
+    b'{"schema": NaN}',
+    b'{"schema": 1, "title": "\\ud800"}',
+    b'{"schema": 1e999}',
+    b"\xff\xfe\x00",
+    b"",
+  ),
+)
+def test_a_record_of_anything_is_named(place, data):
+  root, ids = place
+  (root / "entries" / ids["first"] / "record.json").write_bytes(data)
+  found = reading.problems(root)
+  assert found[0] == (
+    f"entries/{ids['first']}/record.json was changed: it is not {ids['first']}"
+  )
+  assert found[1].endswith("record.json: not JSON")
+
+
+@pytest.mark.parametrize(
+  ("event", "fields", "message"),
+  (
+    (["base"], {}, "is no event"),
+    (log.ENTRY, {"id": "../../etc"}, "id must be an id"),
+    (log.CONFLICT, {"entries": [{}], "reason": "x"}, "entries must be a list"),
+    (log.BASE, {"root": "\0", "file_sha256": "", "commit": ""}, "root must be"),
+    (
+      log.STATUS,
+      {"entry": "mem-0123456789abcdef", "deployment": {}},
+      "fingerprint",
+    ),
+  ),
+)
+def test_a_forged_line_whose_chain_holds_is_named(
+  place, event, fields, message
+):
+  root, _ = place
+  lines, _ = log.read(root)
+  log.append(root, lines, event, fields)
+  found = reading.problems(root)
+  assert found[0].startswith(f"log.jsonl:{len(lines) + 1}: ")
+  assert message in found[0]
 
 
 def test_status_and_conflicts_are_logged_and_nothing_is_edited(place):

@@ -1,5 +1,6 @@
 """The tree's kernels are the reference bit for bit, interpreted; they lower."""
 
+import contextlib
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from pallas_kernels import tree_growth
 from specpilot_jax.decoding import draft, policy
 from specpilot_jax.decoding import tree as tree_lib
 from tests import notes
@@ -165,7 +167,7 @@ class TreeGrowthTest(parameterized.TestCase):
     chosen = policy.Policy("best_first", nodes, 16, nodes)
 
     def run(tokens, scores, count, anchor, limit, depth):
-      return chosen.of_tree(
+      tree = chosen.tree_of(
         draft.Lattice(tokens, scores, count),
         anchor,
         nodes=limit,
@@ -173,6 +175,7 @@ class TreeGrowthTest(parameterized.TestCase):
         valid_vocab=248_077,
         implementation="triton",
       )
+      return tree_lib.nodes_of(tree)
 
     batch = (4,) if nodes == 16 else ()
     given = [
@@ -200,6 +203,36 @@ class TreeGrowthTest(parameterized.TestCase):
         functools.partial(build, nodes=16, implementation="reference"), case
       )
       self.assertEqual(tree.scores.dtype, jnp.float64)
+
+  @parameterized.parameters(
+    (200, 256, 64, True),
+    (300, 256, 64, True),
+    (300, 256, 65, False),
+    (600, 256, 64, False),
+  )
+  def test_entries_that_an_int32_does_not_hold(self, slots, wide, nodes, fits):
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    grow = functools.partial(
+      tree_growth.grow,
+      order=None,
+      nodes=nodes,
+      valid_vocab=1000,
+      implementation="interpret",
+    )
+    expectation = contextlib.nullcontext()
+    if not fits:
+      expectation = self.assertRaisesRegex(
+        ValueError, f"does not take {nodes} nodes over [0-9]* addresses"
+      )
+    with expectation:
+      jax.eval_shape(
+        grow,
+        number,
+        jax.ShapeDtypeStruct((slots, wide), jnp.int32),
+        jax.ShapeDtypeStruct((slots, wide, wide), jnp.float32),
+        slots=number,
+        limit=number,
+      )
 
 
 if __name__ == "__main__":

@@ -183,9 +183,22 @@ class ProductTest(parameterized.TestCase):
       interpreted(rows(1, 64).astype(jnp.float32), w)
     with self.assertRaisesRegex(ValueError, "takes planes in tiles"):
       interpreted(rows(1, 64), w12_array.untile(w))
-    odd = packed(w12_matrices.gaussian(64, 24))
-    with self.assertRaisesRegex(ValueError, r"does not take W of \(64, 24\)"):
-      interpreted(rows(1, 24), odd)
+
+  @parameterized.parameters((64, 24), (32, 64))
+  def test_small_matrices(self, high, width):
+    """Where no tile is enough for the tensor cores, by the definition."""
+    for larger in ((36, 64), (64, 48)):
+      self.assertTrue(w12_matmul.takes(packed(w12_matrices.gaussian(*larger))))
+    matrix, x = w12_matrices.gaussian(high, width), rows(3, width)
+    w = packed(matrix)
+    self.assertFalse(w12_matmul.takes(w))
+    exact = np.asarray(x, np.float64) @ matrix.astype(np.float64).T
+    for implementation in ("interpret", "mosaic"):
+      self.assertEqual(w12_matmul.max_rows(implementation, w), 0)
+      found = w12_matmul.matmul(
+        x, w, out_dtype=jnp.float32, implementation=implementation
+      )
+      np.testing.assert_allclose(found, exact, atol=1e-5)
 
 
 def look_up(x: int, y: int, z: int, table: int) -> int:

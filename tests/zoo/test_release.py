@@ -33,9 +33,9 @@ from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
 from specpilot_jax.zoo import measures, recipes, store
 from tests.checkpoints.builders import BFLOAT16
 from tests.decoding import kit
-from tests.notes import FULL, note
+from tests.notes import in_full_form, note
 
-PROMPTS, TOKENS = (8, 128) if FULL else (2, 64)
+PROMPTS, TOKENS = 8, 128
 
 FOLDERS = {
   folder.name: folder
@@ -230,6 +230,7 @@ class ShippedTest(parameterized.TestCase):
     with self.assertRaisesRegex(SpecPilotError, "neither a known name"):
       loading.make_drafter("no-such-drafter", target)
 
+  @in_full_form
   def test_drafter_and_its_controls(self):
     self.enterContext(kit.quick_compilation())
     target = loading.load_target("zoo", "float32").target

@@ -24,14 +24,16 @@ import numpy as np
 from specpilot_jax import compilation
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import ONE_LEVEL, SystemConfig, is_integer
-from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import sampling as sampling_lib
 from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.decoding.batch.records import (
-  Figures,
   StepLimits,
+  StepTime,
   Ticket,
+  emitted_of,
+  prefill_sizes,
   rider_of,
+  unions,
 )
 from specpilot_jax.decoding.batch.scheduler import (
   ERROR,
@@ -44,7 +46,7 @@ from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.request import RequestOutput
 from specpilot_jax.decoding.sampling import Features, SamplingParams
-from specpilot_jax.decoding.transcript import StepResult, Transcript
+from specpilot_jax.decoding.transcript import Transcript
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.target import Target
 from specpilot_jax.tokenizer import Tokenizer
@@ -129,19 +131,27 @@ class BatchEngine:
     self.slots = slots
     self.slot_buckets = tuple(buckets)
     self.prefill_chunk = one.prefill_chunk
+    self.prefill_sizes = prefill_sizes(one.prefill_chunk)
     self.rider_chunk = rider_chunk
     self._weights, self.kernels = target.weights, target.kernels
-    self._allocate = allocate
-    self._clock = clock
+    self._allocate, self._clock = allocate, clock
     fns = batch_step.BatchFns(one.fns, allocate)
     self._admit = jax.jit(fns.admit, donate_argnums=0)
     self._prefill = jax.jit(fns.prefill, donate_argnums=1)
     self._steps: dict[Features, Any] = {}
     self._tickets: list[Ticket | None] = [None] * slots
-    # Steps that the host has not read: the output, and who was in it.
+    # Steps that the host has not read: the output, who was in it, and its shape
+    # where the device did nothing else since the step before.
     self._pending: deque[
-      tuple[batch_step.BatchOutput, list[tuple[int, int, Ticket]]]
+      tuple[
+        batch_step.BatchOutput,
+        list[tuple[int, int, Ticket]],
+        tuple[int, int, bool] | None,
+      ]
     ] = deque()
+    self._steps_alone = False  # the device had nothing else since a step
+    self._read_at: float | None = None  # when the latest step was read
+    self.step_times: deque[StepTime] = deque(maxlen=64)
     # `Slots`; None while a call has them.
     self._slots: Any = self._fresh()
 
@@ -182,8 +192,24 @@ class BatchEngine:
       raise SpecPilotError(
         "an interrupted call has lost the states of all slots; abort them"
       )
-    self._pending.clear()
+    self._forget()
     return self._fresh()
+
+  def _donated(self, call: Callable[[batch_step.Slots], Any]) -> Any:
+    """A call that the slots are donated to."""
+    slots = self._taken()
+    try:
+      return call(slots)
+    except Exception:
+      # What failed before it ran, while it was traced, has taken nothing.
+      if not any(x.is_deleted() for x in jax.tree.leaves(slots)):
+        self._slots = slots
+      raise
+
+  def _forget(self) -> None:
+    """Steps that nobody waits for any more."""
+    self._pending.clear()
+    self._steps_alone, self._read_at = False, None
 
   def _settings(self, sampling: SamplingParams):
     return dataclasses.replace(self._one.request(sampling), plan=())
@@ -197,11 +223,6 @@ class BatchEngine:
   def nodes(self) -> int:
     """Places for nodes that a request has in a pass."""
     return self._one.fns.policy.rows
-
-  @property
-  def kv_tokens(self) -> int:
-    """Tokens that all slots together have key and value rows for."""
-    return self.slots * self.max_seq_len
 
   @property
   def free_slots(self) -> tuple[int, ...]:
@@ -244,8 +265,7 @@ class BatchEngine:
     settings = self._settings(sampling)
     padded = np.zeros(self._one.capacity, np.int32)
     padded[: prompt.size] = prompt
-    self._slots = self._admit(
-      self._taken(),
+    fixed = (
       np.int32(slot),
       padded,
       np.int32(prompt.size),
@@ -253,6 +273,8 @@ class BatchEngine:
       settings,
       np.bool_(sampling.temperature > 0),
     )
+    self._steps_alone = False
+    self._slots = self._donated(lambda slots: self._admit(slots, *fixed))
     self._tickets[slot] = Ticket(
       request,
       prompt,
@@ -261,7 +283,7 @@ class BatchEngine:
     )
 
   def _reader(self, slot: int, chunk: Chunk, most: int) -> batch_step.Rider:
-    """A chunk of a slot's prompt, padded; the ticket has read it then."""
+    """A chunk of a slot's prompt, padded."""
     ticket = self._tickets[slot]
     if ticket is None:
       raise SpecPilotError(f"slot {slot} has no request to read a prompt of")
@@ -273,21 +295,37 @@ class BatchEngine:
         f"slot {slot} has read {ticket.read} of {last} tokens; a chunk of at"
         f" most {most} must follow, got {chunk.count} from {chunk.start} on"
       )
-    ticket.read += chunk.count
     tokens = np.zeros(most, np.int32)
-    tokens[: chunk.count] = ticket.prompt[chunk.start : ticket.read]
+    end = chunk.start + chunk.count
+    tokens[: chunk.count] = ticket.prompt[chunk.start : end]
     return rider_of(slot, tokens, chunk.count)
 
-  def prefill(self, slot: int, chunk: Chunk) -> None:
-    """Commits a chunk of the prompt of the slot's request."""
-    rider = self._reader(slot, chunk, self.prefill_chunk)
-    self._slots = self._prefill(self._one.params, self._taken(), rider)
+  def _has_read(self, slot: int, chunk: Chunk) -> None:
+    """Once the device was told: a call that was refused has read nothing."""
+    ticket = self._tickets[slot]
+    assert ticket is not None
+    ticket.read += chunk.count
+
+  def prefill(self, slot: int, chunk: Chunk, places: int = 1) -> None:
+    """Commits a chunk of the prompt of the slot's request.
+
+    Args:
+      places: for tokens that the pass has at least.
+    """
+    least = min(max(chunk.count, places), self.prefill_chunk)
+    size = min(n for n in self.prefill_sizes if n >= least)
+    rider = self._reader(slot, chunk, size)
+    self._steps_alone = False
+    self._slots = self._donated(
+      lambda slots: self._prefill(self._one.params, slots, rider)
+    )
+    self._has_read(slot, chunk)
 
   def abort(self, slot: int) -> None:
     """Frees a slot, whatever its request is doing."""
     self._tickets[slot] = None
     if len(self.free_slots) == self.slots:
-      self._pending.clear()  # of nobody any more
+      self._forget()
 
   def _step(self, features: Features) -> Any:
     if features not in self._steps:
@@ -319,7 +357,7 @@ class BatchEngine:
     """
     limits = limits or StepLimits()
     tickets = {slot: self._ready(slot) for slot in slots}
-    index = self._index(slots)
+    index = self._index(slots, limits.bucket)
     if len(riders) > 1 or (riders and not self.rider_chunk):
       raise SpecPilotError(
         f"a step takes {1 if self.rider_chunk else 0} chunks of prompts along,"
@@ -338,13 +376,18 @@ class BatchEngine:
       limits,
       rider,
     )
+    for slot, chunk in riders:
+      self._has_read(slot, chunk)
     who = [(where[slot], slot, ticket) for slot, ticket in tickets.items()]
-    self._pending.append((out, who))
+    whole = index.size * self.nodes
+    shape = index.size, min(limits.rows or whole, whole), rider is not None
+    self._pending.append((out, who, shape if self._steps_alone else None))
+    self._steps_alone = True
     emitted = []
     while len(self._pending) > self._one.host_lag:
       emitted += self._read_next()
     if len(self.free_slots) == self.slots:
-      self._pending.clear()  # steps behind the last one of the last request
+      self._forget()  # steps behind the last one of the last request
     return emitted
 
   def _ready(self, slot: int) -> Ticket:
@@ -357,21 +400,23 @@ class BatchEngine:
       )
     return ticket
 
-  def _index(self, slots: Sequence[int]) -> np.ndarray:
+  def _index(self, slots: Sequence[int], least: int = 1) -> np.ndarray:
     """The slots of a pass; `self.slots` where there is none."""
     if len(set(slots)) != len(slots) or not slots:
       raise SpecPilotError(f"a step is over slots, each once; got {slots}")
-    bucket = min(n for n in self.slot_buckets if n >= len(slots))
+    least = min(max(len(slots), least), self.slots)
+    bucket = min(n for n in self.slot_buckets if n >= least)
     if bucket == self.slots:
       return np.arange(self.slots, dtype=np.int32)
     index = np.full(bucket, self.slots, np.int32)
     index[: len(slots)] = slots
     return index
 
-  def _run(self, features, index, listed, limits: StepLimits, rider):
-    """Hands a step to the device."""
+  def _arguments(self, index, listed, limits: StepLimits, rider):
+    """Of a step's function, behind parameters and slots; and its rows."""
     bucket = index.size
-    given = self._limits(index, limits)
+    policy = self._one.fns.policy
+    given = limits.of_slots(index, self.slots, policy.rows, policy.path - 1)
     rows = limits.rows
     if rows is not None:
       if not is_integer(rows) or rows < bucket:
@@ -389,35 +434,21 @@ class BatchEngine:
     if rider is not None:
       in_all += self.rider_chunk
     kernels_lib.check_rows(self.kernels, in_all, self._weights)
-    self._slots, out = self._step(features)(
-      self._one.params,
-      self._taken(),
-      None if bucket == self.slots else index,
-      listed,
-      given,
-      limits.plan,
-      rider,
-      rows=rows,
+    plan = limits.plan
+    if isinstance(plan, tuple) and not plan and self._allocate is not None:
+      plan = self._allocate.unplanned()
+    if bucket == self.slots:
+      index = None
+    return (index, listed, given, plan, rider), rows
+
+  def _run(self, features, *call) -> batch_step.BatchOutput:
+    """Hands a step to the device; see `_arguments`."""
+    arguments, rows = self._arguments(*call)
+    step = self._step(features)
+    self._slots, out = self._donated(
+      lambda slots: step(self._one.params, slots, *arguments, rows=rows)
     )
     return out
-
-  def _limits(self, index, limits: StepLimits) -> policy_lib.Limits:
-    most = {"nodes": self.nodes, "depth": self._one.fns.policy.path - 1}
-    chosen: dict[str, Any] = {}
-    for name, least in (("nodes", 1), ("depth", 0)):
-      own = np.full(index.size, most[name], np.int32)
-      given = getattr(limits, name)
-      if given is not None:
-        given = np.asarray(given)
-        if given.shape != (self.slots,) or (given < least).any():
-          raise SpecPilotError(
-            f"{name} of a step must be {self.slots} numbers from {least} on,"
-            f" one for each slot, got {given.tolist()}"
-          )
-        there = index < self.slots
-        own[there] = np.minimum(own[there], given[index[there]])
-      chosen[name] = own
-    return policy_lib.Limits(**chosen)
 
   def _read_next(self) -> list[Emitted]:
     """What the oldest step did for requests that are still there.
@@ -425,7 +456,7 @@ class BatchEngine:
     Whoever breaks off while it waits, a Ctrl-C among them, loses nothing: the
     step is read the next time. If the device failed, all states are lost.
     """
-    out, who = self._pending[0]
+    out, who, shape = self._pending[0]
     try:
       out = jax.device_get(out)
     except Exception:
@@ -433,51 +464,33 @@ class BatchEngine:
       raise
     self._pending.popleft()
     now = self._clock()
+    if shape is not None and self._read_at is not None:
+      self.step_times.append(StepTime(*shape, 1e6 * (now - self._read_at)))
+    self._read_at = now
+    nan = f"{self._one.config.name}: logits turned NaN in {self._one.dtype}"
     emitted = []
     for at, slot, ticket in who:
       if self._tickets[slot] is not ticket or not out.live[at]:
         continue  # it has ended meanwhile
-      step = jax.tree.map(lambda x, at=at: x[at], out.step)
-      scores = None if out.scores is None else out.scores[at]
-      if not step.healthy:
+      told = emitted_of(slot, ticket, out, at, now, nan)
+      if told.finish is not None:
         self._tickets[slot] = None
-        dtype = self._one.dtype
-        figures = Figures(
-          dataclasses.replace(StepResult.of(step), tokens=()),
-          scores=scores,
-          error=f"{self._one.config.name}: logits turned NaN in {dtype}",
-        )
-        emitted.append(
-          Emitted(slot, ticket.request, finish=ERROR, figures=figures)
-        )
-        continue
-      result = StepResult.of(step)
-      chunk = ticket.transcript.push(result, now)
-      if chunk.output is not None:
-        self._tickets[slot] = None
-      emitted.append(
-        Emitted(
-          slot,
-          ticket.request,
-          chunk.token_ids,
-          chunk.output.finish_reason if chunk.output else None,
-          Figures(result, chunk.text, scores, chunk.output),
-        )
-      )
+      emitted.append(told)
     return emitted
 
   def warm_up(
     self,
     sampling: Iterable[SamplingParams] = (SamplingParams(),),
     *,
-    rows: Callable[[int], Iterable[int | None]] = lambda slots: (None,),
+    rows: Callable[[int, bool], Iterable[int | None]] = lambda *_: (None,),
     plan: Any = (),
   ) -> None:
     """Compiles all that requests with such settings need, however they meet.
 
     Args:
       sampling: a request of every kind.
-      rows: that steps over so many slots will have, see `StepLimits`.
+      rows: that steps over so many slots will have, see `StepLimits`, without
+        and with a chunk of a prompt in them.
       plan: an allocation's, of the shapes that steps will have.
 
     Raises:
@@ -486,25 +499,39 @@ class BatchEngine:
     if len(self.free_slots) < self.slots or self._pending:
       raise SpecPilotError("warm-up is for an engine without requests")
     self.admit(0, Request(id="warm-up", prompt=[0, 0], max_tokens=1))
-    self.prefill(0, Chunk(0, 1))
-    kinds = {Features.of(s) for s in sampling}
-    unions = {
-      Features.union(some)
-      for n in range(1, len(kinds) + 1)
-      for some in itertools.combinations(sorted(kinds, key=str), n)
-    }
+    reader = [rider_of(0, np.zeros(n, np.int32), 0) for n in self.prefill_sizes]
     nobody = rider_of(0, np.zeros(self.rider_chunk, np.int32), 0)
     riders = (None, nobody) if self.rider_chunk else (None,)
-    for features, bucket in itertools.product(unions, self.slot_buckets):
+    calls = []
+    for features, bucket in itertools.product(
+      unions(sampling), self.slot_buckets
+    ):
       index = self._index(range(bucket))
       listed = np.zeros(index.size, bool)
-      for few, rider in itertools.product(rows(bucket), riders):
-        limits = StepLimits(
-          nodes=np.ones(self.slots, np.int32), rows=few, plan=plan
-        )
-        self._run(features, index, listed, limits, rider)
+      for rider in riders:
+        for few in rows(bucket, rider is not None):
+          limits = StepLimits(
+            nodes=np.ones(self.slots, np.int32), rows=few, plan=plan
+          )
+          calls.append((features, index, listed, limits, rider))
+    prompts = [
+      self._prefill.lower(self._one.params, self._slots, r) for r in reader
+    ]
+    compilation.compile_all(
+      itertools.chain(prompts, (self._lowered(*call) for call in calls))
+    )
+    for call in calls:
+      self._run(*call)
+    for r in reader:
+      self._slots = self._prefill(self._one.params, self._slots, r)
     self.abort(0)
     self.wait()
+
+  def _lowered(self, features, *call) -> jax.stages.Lowered:
+    arguments, rows = self._arguments(*call)
+    return self._step(features).lower(
+      self._one.params, self._slots, *arguments, rows=rows
+    )
 
   def wait(self) -> None:
     """Returns once the device has done all that it was given."""
@@ -565,8 +592,9 @@ class BatchEngine:
     return Scheduler(
       self,
       slots=self.slots,
-      kv_tokens=self.kv_tokens,
+      kv_tokens=self.slots * self.max_seq_len,
       page_tokens=self.max_seq_len,  # a slot
+      max_seq_len=self.max_seq_len,
       chunk=self.prefill_chunk,
       **settings,
     )

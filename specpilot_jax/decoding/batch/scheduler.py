@@ -22,6 +22,7 @@ Rules
 import collections
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -131,6 +132,7 @@ class Load:
     decoding: requests that the step is for.
     free_slots: for others.
     free_pages: of the memory for key and value rows.
+    riding: tokens of a prompt that the step takes along.
   """
 
   waiting: int
@@ -138,6 +140,7 @@ class Load:
   decoding: int
   free_slots: int
   free_pages: int
+  riding: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,8 +192,8 @@ class Scheduler:
     kv_tokens: key and value rows that it holds in all.
     page_tokens: rows are reserved by so many.
     chunk: tokens of a prompt per pass at most.
-    spare: rows that a request needs beside its tokens (a pass may write rows
-      behind them).
+    max_seq_len: tokens of a request at most, prompt and output: the model ends
+      it there, so that it reserves no more; None for no limit.
     plan: what the model is told about the load of each step (its limits).
     ride: tokens of a prompt that ride in the next step; 0 for a pass of their
       own before it. Asked, with the tokens unread, only where a prompt and
@@ -208,7 +211,7 @@ class Scheduler:
     kv_tokens: int,
     page_tokens: int = 1,
     chunk: int = 64,
-    spare: int = 0,
+    max_seq_len: int | None = None,
     plan: Callable[[Load], Any] = _all_alike,
     ride: Callable[[Load, int], int] = _never,
   ):
@@ -217,14 +220,14 @@ class Scheduler:
       ("kv_tokens", kv_tokens, 1),
       ("page_tokens", page_tokens, 1),
       ("chunk", chunk, 1),
-      ("spare", spare, 0),
+      ("max_seq_len", kv_tokens if max_seq_len is None else max_seq_len, 1),
     ):
       if value < least:
         raise SpecPilotError(f"{name} must be at least {least}, got {value}")
     self._model = model
     self._page_tokens = page_tokens
     self._chunk = chunk
-    self._spare = spare
+    self._max_seq_len = max_seq_len
     self._plan = plan
     self._ride = ride
     self._pages = self._free_pages = kv_tokens // page_tokens
@@ -271,15 +274,17 @@ class Scheduler:
 
   def pages_of(self, request: Request) -> int:
     """Pages that a request reserves."""
-    rows = len(request.prompt) + request.max_tokens + self._spare
+    rows = len(request.prompt) + request.max_tokens
+    if self._max_seq_len is not None:
+      rows = min(rows, self._max_seq_len)
     return -(-rows // self._page_tokens)
 
   def submit(self, request: Request) -> None:
     """Takes a request on; it waits from its arrival on.
 
     Raises:
-      SpecPilotError: an id that is taken, an empty prompt, nothing to emit, or
-        a request that the memory could never hold.
+      SpecPilotError: an id that is taken, an empty prompt, nothing to emit, an
+        arrival that never comes, or a request that the memory could never hold.
     """
     where = f"request {request.id}"
     taken = (self._slot_of, self._waiting, self._expected)
@@ -291,11 +296,16 @@ class Scheduler:
       raise SpecPilotError(
         f"{where}: max_tokens must be at least 1, got {request.max_tokens}"
       )
+    if not math.isfinite(request.arrival_s):
+      raise SpecPilotError(
+        f"{where}: arrival_s must be a finite number of seconds, got"
+        f" {request.arrival_s}"
+      )
     if self.pages_of(request) > self._pages:
       raise SpecPilotError(
         f"{where} needs key and value rows for {len(request.prompt)} +"
         f" {request.max_tokens} tokens, there is room for"
-        f" {self._pages * self._page_tokens - self._spare}"
+        f" {self._pages * self._page_tokens}"
       )
     self._expected[request.id] = request
     heapq.heappush(self._coming, (request.arrival_s, self._submitted, request))
@@ -334,7 +344,8 @@ class Scheduler:
     riders = self._prefill()
     decoding = sorted(s for s in self._running if s != self._prefilling)
     if decoding:
-      limits = self._plan(self.load)
+      riding = sum(chunk.count for _, chunk in riders)
+      limits = self._plan(dataclasses.replace(self.load, riding=riding))
       for emitted in self._model.step(decoding, limits, riders):
         updates += self._told(emitted)
     for slot, chunk in riders:

@@ -30,6 +30,9 @@ from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.packed import Both, Packed, Ridden, each, fit
 from specpilot_jax.models.target import TargetOutput
 
+FILTERED_ROWS = 16
+"""Rows of logits that are sorted at once, where requests have filters."""
+
 
 @state_lib.pytree
 class Slots:
@@ -90,6 +93,10 @@ class Allocate(Protocol):
 
   @property
   def dense(self) -> bool: ...
+
+  def unplanned(self) -> Any:
+    """Its plan where the host says none; a pytree of a plan's shapes."""
+    ...
 
   def fresh(self) -> Any:
     """What it has learned of a request before its first step; a pytree."""
@@ -295,10 +302,14 @@ class BatchFns:
       offer = self._offer(own, lattice, drafted, live, plan, rows)
     nodes = self._nodes(own, offer, live, rows)
     ridden = None if rider is None else _at(slots.carry, rider.slot)
-    seen, also = self._verify(params, own, drafted, nodes, rider, ridden, rows)
-    after, out = each(lambda *of_one: self.one.finish(params, *of_one))(
-      carry, request, lattice, seen
+    seen, also = self._verify(
+      params, _idle(own, live), drafted, nodes, rider, ridden, rows
     )
+    after, out, _ = each(
+      lambda carry, request, seen: self.one.finish(
+        params, carry, request, seen, self.one.policy.path
+      )
+    )(carry, request, seen)
     after = dataclasses.replace(
       after,
       done=jnp.where(live, after.done, done),
@@ -354,7 +365,7 @@ class BatchFns:
             anchor=anchor,
             position=position,
             remaining=remaining,
-          )._replace(trunk=jnp.zeros((), jnp.int32))
+          )
         )(
           lattice, own.request, carry.anchor, carry.target.length,
           carry.remaining,
@@ -487,24 +498,55 @@ class BatchFns:
     )
     return seen, also
 
-  def _by_row(self, function, logits, own, packed):
-    """A function of one row of logits and its request's settings, of all."""
+  def _by_row(self, function, logits, own, packed) -> Array:
+    """What is drawn behind each node, of its logits and its request's settings.
+
+    Filters sort a row. That is done for the rows of requests that have them
+    alone, some at a time: without filters the settings mean the same.
+
+    Args:
+      function: of a row, its settings and its position, and the features.
+    """
+    features = self.one.features
     positions = packed.positions(own.carry.target.length) + 1
-    settings = jax.tree.map(packed.spread, own.request.sampling)
-    return each(
-      lambda row, setting, position: function(
-        row[None], setting, position[None]
-      )[0]
-    )(logits, settings, positions)
+    sampling = own.request.sampling
+    settings = jax.tree.map(packed.spread, sampling)
+
+    def drawn(features, *rows):
+      return each(
+        lambda row, setting, position: function(
+          row[None], setting, position[None], features
+        )[0]
+      )(*rows)
+
+    plain = dataclasses.replace(features, filters=False)
+    out = drawn(plain, logits, settings, positions)
+    if not features.filters:
+      return out
+    filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    wanted = packed.spread(filters & own.sampled & ~own.carry.done)
+    size = min(FILTERED_ROWS, packed.size)
+    order = jnp.argsort(~wanted, stable=True)
+    order = jnp.pad(order, (0, -packed.size % size))
+
+    def some(i, out):
+      index = jax.lax.dynamic_slice(order, (i * size,), (size,))
+      rows = jax.tree.map(
+        lambda x: jnp.take(x, index, axis=0), (logits, settings, positions)
+      )
+      there = i * size + jnp.arange(size) < wanted.sum()
+      index = jnp.where(there, index, packed.size)
+      return out.at[index].set(drawn(features, *rows), mode="drop")
+
+    return jax.lax.fori_loop(0, -(-wanted.sum() // size), some, out)
 
   def _choices(self, logits, own, packed) -> Int[Array, " P"]:
     """What the target chooses behind each node, with its request's noise."""
-    features = self.one.features
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if features.greedy:
+    if self.one.features.greedy:
       return best
     drawn = self._by_row(
-      lambda row, setting, position: sampling_lib.choose(
+      lambda row, setting, position, features: sampling_lib.choose(
         row, setting, features, position
       ),
       logits,
@@ -514,13 +556,22 @@ class BatchFns:
     return jnp.where(packed.spread(own.sampled), drawn, best)
 
   def _law(self, logits, own, packed) -> Float[Array, "P V"]:
-    features = self.one.features
     return self._by_row(
-      lambda row, setting, position: sampling_lib.law(row, setting, features),
+      lambda row, setting, position, features: sampling_lib.law(
+        row, setting, features
+      ),
       logits,
       own,
       packed,
     )
+
+
+def _idle(slots: Slots, live: Bool[Array, " S"]) -> Slots:
+  """For a pass: who takes no part in it has no prefix to attend to."""
+  target = slots.carry.target
+  target = dataclasses.replace(target, length=jnp.where(live, target.length, 0))
+  carry = dataclasses.replace(slots.carry, target=target)
+  return dataclasses.replace(slots, carry=carry)
 
 
 def _side(stash, side: str) -> tuple:

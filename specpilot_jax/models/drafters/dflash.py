@@ -173,12 +173,21 @@ class DFlashDrafter:
       whose choice of kernels.
     candidates: best tokens per slot that the lattice holds; rejection sampling
       draws from their renormalised law.
+    view: one of `layers.VIEWS`: products read that view of matrices in W12, the
+      target's lm_head too; None for the matrices themselves.
   """
 
   name = "dflash"
   variable_length = False
 
-  def __init__(self, model: DFlash, target: Target, *, candidates: int = 16):
+  def __init__(
+    self,
+    model: DFlash,
+    target: Target,
+    *,
+    candidates: int = 16,
+    view: str | None = None,
+  ):
     config = model.config
     config.check_target(target.config)
     kernels_lib.check_drafter(target.kernels, config.name, config.head_dim)
@@ -190,10 +199,11 @@ class DFlashDrafter:
     self._attention = target.kernels.tree_attention
     self.candidates = min(candidates, self._valid)
     self._w12 = target.kernels.w12_matmul
+    self.view = view
     own = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_modules(own):
       if isinstance(module, layers.Linear):
-        module.w12 = self._w12
+        module.w12, module.view = self._w12, view
     self._graphdef, state = nnx.split(own)
     head = target.embed if target.config.tie_embeddings else target.lm_head
     self.params: Any = (
@@ -281,7 +291,7 @@ class DFlashDrafter:
     acc = layers.accumulation_dtype(model.dtype)
     if not isinstance(head, W12Array):
       head = head.astype(model.dtype)
-    logits = layers.matmul(hidden, head, acc, self._w12)
+    logits = layers.matmul(hidden, head, acc, self._w12, self.view)
     real = jnp.arange(logits.shape[-1]) < self._valid
     return self.lattice(
       model, hidden, jnp.where(real, logits, -jnp.inf), anchor

@@ -52,7 +52,8 @@ class MarkovHead(nnx.Module):
     """Of every token, in the accumulation dtype."""
     w2 = self.markov_w2
     acc = layers.accumulation_dtype(embedded.dtype)
-    return layers.matmul(embedded, w2.weight.get_value(), acc, w2.w12)
+    weight = w2.weight.get_value()
+    return layers.matmul(embedded, weight, acc, w2.w12, w2.view)
 
   def among(
     self, embedded: Float[Array, "S P R"], ids: Int[Array, "S C"]

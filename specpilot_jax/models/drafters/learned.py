@@ -37,7 +37,11 @@ def module(config: DrafterConfig, dtype: Any, rngs: nnx.Rngs) -> DFlash:
 
 
 def drafter(
-  model: DFlash, target: Target, *, candidates: int | None = None
+  model: DFlash,
+  target: Target,
+  *,
+  candidates: int | None = None,
+  view: str | None = None,
 ) -> DFlashDrafter:
   """A drafter of an engine: see `DFlashDrafter`.
 
@@ -47,4 +51,5 @@ def drafter(
   """
   if candidates is None:
     candidates = getattr(model.config, "selector_top_k", CANDIDATES)
-  return _KINDS[model.config.kind][1](model, target, candidates=candidates)
+  kind = _KINDS[model.config.kind][1]
+  return kind(model, target, candidates=candidates, view=view)

@@ -8,6 +8,7 @@ from typing import Any
 
 from specpilot_jax.decoding.batch import scheduler as scheduler_lib
 from specpilot_jax.decoding.batch.scheduler import Chunk, Emitted, Request
+from specpilot_jax.errors import SpecPilotError
 
 
 class AuditError(AssertionError):
@@ -37,13 +38,29 @@ class Audited:
   """Decodes by script; raises `AuditError` where the scheduler breaks a rule.
 
   Args:
-    slots, kv_tokens, page_tokens, chunk, spare: as the scheduler has them.
+    slots, kv_tokens, page_tokens, chunk, max_seq_len: as the scheduler has
+      them.
     lag: steps that results come late.
+    refused: ids of requests that cannot be decoded.
+    broken: of those whose logits turn NaN in their second step.
   """
 
-  def __init__(self, *, slots, kv_tokens, page_tokens=1, chunk, spare=0, lag=0):
+  def __init__(
+    self,
+    *,
+    slots,
+    kv_tokens,
+    page_tokens=1,
+    chunk,
+    max_seq_len=None,
+    lag=0,
+    refused=frozenset(),
+    broken=frozenset(),
+  ):
     self.slots: dict[int, _Slot] = {}
-    self.places, self.chunk, self.spare = slots, chunk, spare
+    self.places, self.chunk = slots, chunk
+    self.max_seq_len = max_seq_len or kv_tokens
+    self.refused, self.broken = refused, broken
     self.page_tokens = page_tokens
     self.pages = kv_tokens // page_tokens
     self.lag = lag
@@ -55,6 +72,9 @@ class Audited:
     self.decoding_before: set[int] = set()
     self.steps = self.chunks = self.ridden = self.full = 0
 
+  def _rows(self, request) -> int:
+    return min(len(request.prompt) + request.max_tokens, self.max_seq_len)
+
   def _pages_used(self) -> int:
     return sum(-(-s.rows // self.page_tokens) for s in self.slots.values())
 
@@ -65,7 +85,7 @@ class Audited:
     if not self.queue or self.queue[0].arrival_s > now:
       return False
     first = self.queue[0]
-    rows = len(first.prompt) + first.max_tokens + self.spare
+    rows = self._rows(first)
     reading = any(
       s.read < len(s.request.prompt) - 1 for s in self.slots.values()
     )
@@ -84,8 +104,9 @@ class Audited:
       self.queue and self.queue.popleft() is request,
       f"{request.id} was admitted out of order",
     )
-    rows = len(request.prompt) + request.max_tokens + self.spare
-    self.slots[slot] = _Slot(request, rows)
+    if request.id in self.refused:
+      raise SpecPilotError(f"{request.id} cannot be decoded")
+    self.slots[slot] = _Slot(request, self._rows(request))
     require(self._pages_used() <= self.pages, "more rows than there are")
 
   def prefill(self, slot, chunk: Chunk):
@@ -126,6 +147,10 @@ class Audited:
       if state.done:
         # In flight when its end became known: nothing more comes of it.
         emitted.append(Emitted(slot, state.request))
+        continue
+      if state.request.id in self.broken and state.emitted:
+        state.done = True
+        emitted.append(Emitted(slot, state.request, finish="error"))
         continue
       whole = output_of(state.request)
       count = min(1 + (self.steps + slot) % 3, len(whole) - state.emitted)
@@ -191,9 +216,10 @@ def simulate(
   kv_tokens=400,
   page_tokens=16,
   chunk=16,
-  spare=4,
+  max_seq_len=None,
   lag=0,
   aborted=0.1,
+  failing=0.0,
   ride=None,
 ) -> tuple[Audited, dict[str, Outcome]]:
   """A load over the scripted model, to its end; all rules audited.
@@ -202,6 +228,7 @@ def simulate(
     make: the scheduler's class.
     aborted: share of requests that are taken back at a random time; others are
       while they run.
+    failing: share of requests that are refused, and of those that break off.
     ride: as the scheduler's.
 
   Returns:
@@ -214,10 +241,15 @@ def simulate(
   sizes: dict[str, Any] = dict(
     slots=slots, kv_tokens=kv_tokens, page_tokens=page_tokens
   )
-  sizes |= dict(chunk=chunk, spare=spare)
-  model = Audited(**sizes, lag=lag)
-  scheduler = make(model, **sizes, **({"ride": ride} if ride else {}))
+  sizes |= dict(chunk=chunk, max_seq_len=max_seq_len)
   load = random_load(rng, count)
+  fails = random.Random(seed + 1)
+  refused, broken = (
+    {request.id for request in load if fails.random() < failing}
+    for _ in range(2)
+  )
+  model = Audited(**sizes, lag=lag, refused=refused, broken=broken)
+  scheduler = make(model, **sizes, **({"ride": ride} if ride else {}))
   aborts = [
     # Some before they arrive, most while they wait, others when they are over.
     (request.arrival_s + rng.uniform(-2, 30), request.id)
@@ -256,7 +288,8 @@ def simulate(
     due = model.must_admit(now)
     updates = scheduler.advance(now)
     require(
-      not due or any(u.admitted for u in updates), "a request waits for nothing"
+      not due or any(u.admitted or u.request.id in refused for u in updates),
+      "a request waits for nothing",
     )
     for update in updates:
       outcome = outcomes[update.request.id]
@@ -264,7 +297,11 @@ def simulate(
       if update.admitted:
         outcome.admitted += 1
         outcome.wait_s = now - update.request.arrival_s
-      require(update.finish in (None, "stop"), "a request was killed")
+      fails = update.request.id in refused | broken
+      require(
+        update.finish in (None, "stop") or (fails and update.finish == "error"),
+        "a request was killed",
+      )
       outcome.tokens += update.tokens
       outcome.finish = update.finish
     idle = 0 if updates or model.slots else idle + 1
@@ -273,7 +310,9 @@ def simulate(
   for request_id, outcome in outcomes.items():
     whole = output_of(by_id[request_id])
     require(outcome.finish is not None, f"{request_id} was lost")
-    if outcome.finish == "stop":
+    if request_id in refused:
+      require(not outcome.admitted and not outcome.tokens, "a refused request")
+    elif outcome.finish == "stop":
       require(outcome.tokens == whole, f"{request_id} has other tokens")
       require(outcome.admitted == 1, f"{request_id} was admitted twice")
     else:

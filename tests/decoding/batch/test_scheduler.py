@@ -154,7 +154,9 @@ FAULTS = (
 class SchedulerTest(parameterized.TestCase):
   def test_twenty_thousand_requests(self):
     started = time.monotonic()
-    model, outcomes = scripted.simulate(count=20_000, slots=16, kv_tokens=700)
+    model, outcomes = scripted.simulate(
+      count=20_000, slots=16, kv_tokens=700, failing=0.01
+    )
     self.assertLess(time.monotonic() - started, 60)
     ends = [o.finish for o in outcomes.values()]
     # The load is what it is meant to be: most finish, many are taken back, in
@@ -166,12 +168,16 @@ class SchedulerTest(parameterized.TestCase):
     self.assertGreater(sum(bool(o.tokens) for o in taken), 100)
     self.assertGreater(model.full, 1000)
     self.assertGreater(max(o.wait_s for o in outcomes.values()), 50)
+    # Refused, or with NaN: they end alone.
+    self.assertBetween(ends.count("error"), 250, 450)
 
   @parameterized.parameters(
     dict(lag=1), dict(lag=2, slots=3), dict(ride=rides), dict(slots=1),
     dict(page_tokens=1), dict(lag=1, ride=rides), dict(chunk=1, count=300),
     # A memory of the largest request alone.
     dict(kv_tokens=320, slots=4),
+    # The model ends whoever asks for more.
+    dict(kv_tokens=1120, slots=4, page_tokens=280, max_seq_len=280),
   )  # fmt: skip
   def test_loads(self, **settings):
     model, _ = scripted.simulate(**settings)
@@ -275,7 +281,7 @@ class SchedulerTest(parameterized.TestCase):
 
   def test_refusals(self):
     model = scripted.Audited(slots=1, kv_tokens=20, chunk=4)
-    s = Scheduler(model, slots=1, kv_tokens=20, page_tokens=8, chunk=4, spare=2)
+    s = Scheduler(model, slots=1, kv_tokens=20, page_tokens=8, chunk=4)
     model.queue.append(request("a", 10, 4))
     s.submit(model.queue[0])
     for bad, message in (
@@ -283,9 +289,13 @@ class SchedulerTest(parameterized.TestCase):
       (request("b", 0), "request b has an empty prompt"),
       (request("b", 1, 0), "request b: max_tokens must be at least 1, got 0"),
       (
-        request("b", 10, 5),
-        "request b needs key and value rows for 10 + 5 tokens, there is room"
-        " for 14",
+        request("b", 10, 7),
+        "request b needs key and value rows for 10 + 7 tokens, there is room"
+        " for 16",
+      ),
+      (
+        request("b", arrival_s=float("nan")),
+        "request b: arrival_s must be a finite number of seconds, got nan",
       ),
     ):
       with self.assertRaisesRegex(SpecPilotError, f"^{re.escape(message)}$"):

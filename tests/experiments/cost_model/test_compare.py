@@ -92,6 +92,9 @@ def test_greedy_decoding_has_one_rule(run):
   assert compare.system_of(sampled) is None
   block = one_draft(options={"num_drafts": "block", "weights": "w12"})
   assert compare.system_of(block) == SystemConfig(weights="w12")
+  # Its lattices are other ones.
+  block["options"]["drafter_view"] = "midpoint"
+  assert compare.system_of(block) is None
 
 
 def test_trees_are_followed(run):

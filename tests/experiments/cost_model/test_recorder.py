@@ -91,6 +91,7 @@ class ReplayTest(kit.Float64TestCase):
     super().setUp()
     self.kept = {}
 
+  @in_full_form
   def test_zoo(self):
     model = loading.load_target("zoo", "float64")
     drafter = loading.make_drafter("dflash", model.target)

@@ -1,5 +1,6 @@
 """When two levels pay, and their replay beside real runs."""
 
+import dataclasses
 import pathlib
 import tempfile
 
@@ -19,7 +20,7 @@ from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import registry
+from specpilot_jax.mechanisms import level_choice, registry
 from specpilot_jax.mechanisms import two_level as mechanism
 from tests.decoding import kit
 from tests.mechanisms import two_level_kit
@@ -35,7 +36,7 @@ class BreakEvenTest(parameterized.TestCase):
   def test_break_even(self):
     # (C8 + C12 + 2 D) / (C12 + D)
     self.assertAlmostEqual(two_level.break_even(TIMES), (6 + 10 + 2) / (9 + 1))
-    self.assertEqual(TIMES.step_times, mechanism.StepTimes(10.0, 18.0))
+    self.assertEqual(TIMES.step_times, level_choice.StepTimes(10.0, 18.0))
     twice = two_level.PassTimes(
       level_one=6.0, exact=9.0, exact_of_two=10.0, draft=1.0, passes=2
     )
@@ -44,7 +45,7 @@ class BreakEvenTest(parameterized.TestCase):
   @parameterized.parameters(0.8, 0.97, 1.0)
   def test_tau_ratio(self, agreement):
     """Beside what `auto` expects of a request that was always like this."""
-    one, two = mechanism.expected_tokens(
+    one, two = level_choice.expected_tokens(
       *(jnp.asarray(x) for x in (agreement, 5.0, 5.0))
     )
     ratio = two_level.tau_ratio(agreement, 5)
@@ -82,6 +83,22 @@ class BreakEvenTest(parameterized.TestCase):
     self.assertEqual((found.tokens, found.agreed), (8, 6))
     self.assertEqual(found.runs, (2, 1, 0, 3))
     self.assertEqual((found.per_token, found.mean_run), (0.75, 1.5))
+
+
+def recording(tokens: int, slots: int) -> lattices.Recording:
+  """An output whose drafts are all right, and level 1 too."""
+  ahead = np.arange(tokens)[:, None] + np.arange(slots)
+  return lattices.Recording(
+    request="r",
+    looped=False,
+    prompt_length=1,
+    output=np.arange(tokens, dtype=np.int32),
+    tokens=ahead[..., None].astype(np.int32),
+    scores=np.zeros((tokens, slots, 1), np.float16),
+    order=None,
+    counts=np.full(tokens, slots, np.int16),
+    level_one=np.ones((tokens, tokens), bool),
+  )
 
 
 class ReplayTest(kit.Float64TestCase):
@@ -151,16 +168,79 @@ class ReplayTest(kit.Float64TestCase):
       for kept, read in zip(recordings, lattices.load(path), strict=True):
         np.testing.assert_array_equal(kept.level_one, read.level_one)
 
-  def test_nothing_recorded(self):
-    one = lattices.Recording(
-      request="r",
-      looped=False,
-      prompt_length=1,
-      output=np.zeros(2, np.int32),
-      tokens=np.zeros((2, 1, 1), np.int32),
-      scores=np.zeros((2, 1, 1), np.float16),
-      order=None,
-      counts=np.ones(2, np.int16),
+  def accepted(self, system, tokens=8):
+    _, policy = budgets.policy_of(system, 3)
+    return len(policy.path(recording(tokens, 3), 0))
+
+  @parameterized.parameters(
+    # Nodes; what three drafts of the first lattice make of them.
+    (1, 0),
+    (2, 1),  # The draft is a trunk without what level 1 adds.
+    (3, 2),
+    (4, 3),
+    (5, 4),  # A trunk of four, and no room behind.
+    (6, 5),
+    (8, 7),
+  )
+  def test_trees_without_room(self, nodes, accepted):
+    """The trunk takes nodes, as in `TwoLevel._longer`."""
+    system = SystemConfig(
+      tree="best_first", node_budget=nodes, verification="two_level"
     )
+    self.assertEqual(self.accepted(system), accepted)
+    # Of a chain all of it fits.
+    if 1 < nodes <= 4:
+      chain = dataclasses.replace(system, tree="chain")
+      self.assertEqual(self.accepted(chain), 2 * nodes - 1)
+
+  @parameterized.parameters(
+    # Passes, drafts of a tree of so many nodes and of a chain.
+    (1, 8, 7, 7),
+    (2, 8, 7, 11),
+    (2, 12, 11, 11),
+    (3, 16, 15, 15),
+    (3, 15, 14, 15),
+  )
+  def test_more_passes(self, passes, nodes, tree, chain):
+    """Each makes the trunk longer by four, until nodes run out."""
+    system = SystemConfig(
+      verification="two_level", level_one_passes=passes, node_budget=nodes
+    )
+    grown = dataclasses.replace(system, tree="best_first")
+    self.assertEqual(self.accepted(grown, 40), tree)
+    whole = dataclasses.replace(system, node_budget=None)
+    self.assertEqual(self.accepted(whole, 40), chain)
+
+  def test_which_drafts_serve(self):
+    """What is replayed of every kind, and that all of it differs."""
+    found = budgets.in_two_levels([recording(480, 15)])
+    self.assertEqual(
+      [(p["passes"], p["tree"], p["nodes"], p["rows"]) for p in found],
+      [
+        (passes, tree, nodes, rows)
+        for passes in (1, 2)
+        for tree, nodes, rows in (
+          ("chain", 16, 16 * (1 + passes)),
+          *(("best_first", n, n) for n in (16, 32, 48)),
+        )
+      ],
+    )
+    # All is right: a chain of 15 each time and what level 1 adds, or all nodes.
+    self.assertEqual(
+      [p["tau"] for p in found], [32, 16, 32, 32, 48, 16, 32, 48]
+    )
+
+  def test_what_is_not_followed(self):
+    looking = SystemConfig(verification="two_level")
+    for system in (
+      SystemConfig(verification="auto"),
+      dataclasses.replace(looking, view="scaled"),
+    ):
+      for ask in (budgets.policy_of, budgets.label):
+        with self.assertRaisesRegex(SpecPilotError, "replay follows two"):
+          ask(system, 15)
+
+  def test_nothing_recorded(self):
+    one = dataclasses.replace(recording(2, 1), level_one=None)
     with self.assertRaisesRegex(SpecPilotError, "r have no choices of level"):
       two_level.level_one(one)

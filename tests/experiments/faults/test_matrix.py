@@ -8,11 +8,15 @@ import pytest
 from experiments.controller import sandbox, tree
 from experiments.controller.launch import Launch
 from experiments.controller.process import EngineFault
-from experiments.faults import catalogue, injected, matrix
+from experiments.faults import batched, catalogue, injected, matrix
 from experiments.faults.catalogue import Fault
 from experiments.faults.job import chosen
+from specpilot_jax.decoding.engine import Engine
+from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.errors import SpecPilotError
+from tests.decoding import kit
 from tests.exploits import standin
+from tests.notes import in_full_form
 
 LATE = 40
 """Position from which the stand-in's late faults act."""
@@ -205,3 +209,35 @@ def test_the_shipped_engine_has_no_fault():
   base = tree.read_base()
   assert not any("faults" in path for path in base)
   assert all(b"experiments.faults" not in data for data in base.values())
+
+
+@pytest.fixture(name="decodes", scope="module")
+def _decodes():
+  """A small engine, alone: its outputs are what a batch's must be."""
+  target = kit.build(kit.hybrid(), "float32")
+
+  def decode():
+    engine = Engine(target, max_seq_len=64, prefill_chunk=16)
+    engine.warm_up(SAMPLING)
+    made = engine.num_compilations
+    outputs = [engine.generate(PROMPT, SAMPLING).token_ids for _ in range(2)]
+    # Whatever happens in a batch is compiled before it is timed.
+    assert engine.num_compilations == made
+    return outputs
+
+  return decode, decode()
+
+
+SAMPLING = SamplingParams(max_tokens=16, ignore_eos=True)
+PROMPT = [(5 * i + 3) % kit.hybrid().vocab_size for i in range(11)]
+
+
+@in_full_form
+@pytest.mark.parametrize("name", batched.NAMES)
+def test_faults_of_batches(decodes, name, monkeypatch):
+  """In a batch of three, in slots that were used, a request is what it is
+  alone; with a fault it is not."""
+  decode, alone = decodes
+  monkeypatch.setattr(batched, "_replace", monkeypatch.setattr)
+  batched.inject(name)
+  assert (decode() == alone) == (name == "batch")

@@ -40,6 +40,10 @@ class World:
   def parallel(self) -> int:
     return 1
 
+  @property
+  def noise(self) -> str:
+    return "scripted"
+
   def device(self) -> contextlib.AbstractContextManager[Slot | None]:
     return contextlib.nullcontext()
 
@@ -72,6 +76,9 @@ class World:
     if champion["patch"] and patch and champion["patch"] != patch:
       return {"conflict": "x.py: both patches change the same place"}
     return {"patch": champion["patch"] or patch}
+
+  def replayed(self, system, against) -> dict[str, Any]:
+    return {"bound": None}
 
   def screen(self, system, against, units) -> dict[str, Any]:
     self._pay(f"screen {system['options']} {units}")

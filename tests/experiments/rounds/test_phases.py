@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from experiments.agents.protocol import Limits, Proposal, Session
+from experiments.agents.protocol import Limits, Proposal, Session, cut
 from experiments.agents.replay import Replay
 from experiments.rounds import phases, section
 from experiments.rounds.log import Budget, BudgetSpent, Log
@@ -344,6 +344,47 @@ def test_a_factor_that_was_not_measured(tmp_path):
   more = {"s_aa": None, "aa_means": [], "familywise": 0.0}
   shown = section.lines({**result, "round": result | more})
   assert shown[0].startswith("phase 0: tau not measured x kernel 1.200 x")
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_patches_that_clash_are_an_agents_to_merge(tmp_path, merges):
+  """What it makes of both passes the same gates; without it, a conflict."""
+
+  class World(scripted.World):
+    def merge(self, champion, patch):
+      if "both" in patch:
+        return {"patch": patch}
+      return super().merge(champion, patch)
+
+  class Coder(scripted.Proposer):
+    def propose(self, task, workspace, limits):
+      if task.id.startswith("merge/"):
+        assert "both patches change" in task.detail and "two" in task.detail
+        made = Proposal(task=task.id, patch="both" if merges else "")
+        return cut(Session(proposals=(made,)), task, limits)
+      patch = {"b": "one", "c": "two"}[task.option]
+      made = Proposal(
+        task=task.id, options=f"{task.option}=1", patch=patch
+      )  # fmt: skip
+      return Session(proposals=(made,))
+
+  log = Log(tmp_path / "events.jsonl")
+  result = phases.Round(
+    log, World(tmp_path / "paid"), [Coder()], Budget(log),
+    scripted.plan(directions=(("tau", "b"), ("tau", "c"))),
+    tmp_path / "agents",
+  ).run()  # fmt: skip
+  if merges:
+    assert result["champion"] == {"options": "b=1,c=1", "patch": "both"}
+    # With its options off the merged tree was stock.
+    (key,) = [
+      x["key"] for x in log
+      if x["event"] == "done" and x["key"].startswith("merged/")
+    ]  # fmt: skip
+    assert log.result(key)["kind"] == "ok"
+  else:
+    assert result["champion"] == {"options": "b=1", "patch": "one"}
+    assert verdicts(result)["c=1"] == "conflict"
 
 
 def test_what_agents_may_not(tmp_path):

@@ -16,7 +16,13 @@ import pytest
 from experiments import results
 from experiments.agents.protocol import Proposal
 from experiments.agents.replay import Replay
-from experiments.controller import draws, noise, session, two_devices
+from experiments.controller import (
+  draws,
+  noise,
+  session,
+  statistics,
+  two_devices,
+)
 from experiments.hosts import Slot
 from experiments.rounds import job, phases, world
 from experiments.rounds.log import Budget, Log
@@ -47,13 +53,13 @@ PROTECTED = FAST.replace(
 FACTORS = LabWorld.factors
 
 
-def play(settings, folder, proposals, champion=phases.STOCK):
+def play(settings, folder, proposals, champion=phases.STOCK, aa_sessions=5):
   folder.mkdir()
   recorded = {"tau/open": proposals}
   log = Log(folder / "round.jsonl")
   plan = phases.Plan(
     directions=(("tau", None), ("overhead", None)),
-    aa_sessions=5,
+    aa_sessions=aa_sessions,
     screen_units=(2,),
     champion=champion,
   )
@@ -66,6 +72,38 @@ def play(settings, folder, proposals, champion=phases.STOCK):
 
 def proposal(patch: bytes, **fields) -> Proposal:
   return Proposal(task="tau/open", patch=patch.decode(), **fields)
+
+
+def test_a_patch_through_every_gate(settings, tmp_path, monkeypatch):
+  """From its screening to the sealed test; and what is left to gain over it."""
+  # Whatever else this machine does: times decide nothing here.
+  monkeypatch.setattr(statistics, "MIN_UNITS", 4)
+  monkeypatch.setattr(statistics, "MARGIN", -1.0)
+  monkeypatch.setattr(statistics, "SKEW", -9.0)
+  monkeypatch.setattr(phases, "GATE", -1.0)
+  monkeypatch.setattr("experiments.rounds.world.LATE", 30)
+  monkeypatch.setattr("experiments.rounds.world.PROFILED", 4)
+  monkeypatch.setattr(session, "SLOWED", 9.0)
+  monkeypatch.setattr(noise.Sessions, "s_aa", 0.0)
+  settings = dataclasses.replace(settings, num_prompts=15)
+  fast = proposal(FAST)
+  result = play(settings, tmp_path / "one", [fast], aa_sessions=0)
+  (trial,) = [t for t in result["trials"] if t["id"]]
+  assert trial["verdict"] == "accept", trial
+  assert result["accepted"] == [fast.id]
+  assert result["sealed"]["verdict"] == "accept", result["sealed"]
+  assert result["champion"] == {"options": "", "patch": fast.patch}
+
+  # A champion that is a patch has factors of its own.
+  stock = {"tau": 1.5, "kernel": 1.4, "overhead": 1.0, "acceptance": 1.5}
+  monkeypatch.setattr(LabWorld, "factors", FACTORS)
+  monkeypatch.setattr(LabWorld, "_profile", lambda self, own: dict(stock))
+  with LabWorld(settings, tmp_path / "two", Sealed()) as two:
+    told = two.factors(result["champion"])
+    assert two.factors(phases.STOCK)["largest"] == "tau"
+  assert told["tau"] == pytest.approx(1.5) and "with its patch" in told["of"]
+  # Its passes take what the controller's clock says.
+  assert told["kernel"] not in (None, 1.4) and told["overhead"] == 1.0
 
 
 @in_full_form
@@ -172,8 +210,13 @@ def test_a_round_on_two_devices(settings, tmp_path, monkeypatch):
 def test_settings_that_are_refused_leave_no_folder(settings, tmp_path):
   where = tmp_path / "round"
   few = dataclasses.replace(settings, num_prompts=3, output_dir=where)
-  with pytest.raises(SpecPilotError, match="at least to measure, got 3"):
-    job.run(few, job.RoundSettings())
+  for told, reason in (
+    (job.RoundSettings(), "at least to measure, got 3"),
+    (job.RoundSettings(prompts=4), "at least to measure, got 4"),
+    (job.RoundSettings(tokens=2_049), "end at 2048 tokens, got 2049"),
+  ):
+    with pytest.raises(SpecPilotError, match=reason):
+      job.run(few, told)
   assert not where.exists()
 
 

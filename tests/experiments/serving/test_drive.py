@@ -1,6 +1,5 @@
 """The load generator over a scripted model, on a clock of its own."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +8,7 @@ from absl.testing import parameterized
 from experiments.metrics import MeasurementError
 from experiments.serving import drive
 from experiments.serving.arrivals import Level
-from specpilot_jax.decoding.batch.engine import Figures
+from specpilot_jax.decoding.batch.records import Figures
 from specpilot_jax.decoding.batch.scheduler import ERROR, Emitted, Scheduler
 from specpilot_jax.decoding.request import RequestMetrics, RequestOutput
 from specpilot_jax.decoding.sampling import SamplingParams
@@ -186,9 +185,3 @@ class DriveTest(parameterized.TestCase):
     served, _, _ = serve(Level(), orders(1, 1, 1))
     self.assertEqual([s.itl_ms for s in served], [(), (), ()])
     self.assertTrue(math.isnan(served[0].output.metrics.tpot_ms))
-
-  def test_done_is_told(self):
-    seen = []
-    served, _, _ = serve(Level(), orders(1, 2), done=seen.append)
-    self.assertEqual(seen, served)
-    self.assertTrue(dataclasses.is_dataclass(seen[0]))

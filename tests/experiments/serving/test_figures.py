@@ -5,7 +5,7 @@ from typing import Any
 from absl.testing import parameterized
 
 from experiments import metrics
-from experiments.serving import figures
+from experiments.serving import figures, section
 from specpilot_jax.errors import SpecPilotError
 
 
@@ -77,6 +77,28 @@ class FiguresTest(parameterized.TestCase):
     )
     self.assertIsNone(s["request_goodput"])
     self.assertIsNone(s["decode_throughput"])
+
+  def test_steady(self):
+    """From the second request's first tokens to the end behind the last
+    arrival: 10.6 to 12.0, in which 3 + 2, 2 and 1 were emitted."""
+    level = dict(request_rate="inf", max_concurrency=2, recorded=False)
+    records = [r | dict(level=r["level"] | level) for r in load()]
+    s = metrics.summarize(records, ())
+    self.assertAlmostEqual(s["steady_s"], 1.4)
+    self.assertAlmostEqual(s["steady_throughput"], 8 / 1.4)
+    s |= dict(steady_speedup_vs_stock=None)
+    self.assertEmpty(
+      section.notes({"stock@c2": s | {"requests_per_pass": 1.6}})
+    )
+    (line,) = section.notes({"stock@c2": s})
+    self.assertStartsWith(line, "stock@c2: 1.5 requests in a pass, not 2:")
+    self.assertIsNone(metrics.summarize(load(), ())["steady_throughput"])
+
+  def test_groups_have_no_speed(self):
+    """Others were served beside them."""
+    (group,) = metrics.summarize(load(), ())["domains"].values()
+    self.assertIsNone(group["output_throughput"])
+    self.assertEqual(group["mean_tpot_ms"], (1000 / 5 + 800 / 3) / 2)
 
   def test_goodput(self):
     s = metrics.summarize(load(ttft=450.0), ())

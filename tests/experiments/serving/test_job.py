@@ -110,20 +110,25 @@ def test_changed_figures_are_found(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
   ("args", "slots", "buckets", "names"),
   [
-    (["--max_concurrency=1,4,16"], 16, (1, 4, 16), ["c1", "c4", "c16"]),
-    (["--max_concurrency=1,4", "--max_num_seqs=2"], 2, (1, 2), ["c1", "c4"]),
-    (["--request_rate=2"], 16, None, ["2rps"]),
-    (["--request_rate=2,inf", "--max_concurrency=32"], 32, None,
+    (["--max_concurrency=1,4,16"], 16, [1, 4, 16], ["c1", "c4", "c16"]),
+    (["--max_concurrency=1,4", "--max_num_seqs=2"], 2, [1, 2], ["c1", "c4"]),
+    (["--request_rate=2"], 16, [16], ["2rps"]),
+    (["--request_rate=2,inf", "--max_concurrency=32"], 32, [32, 32],
      ["2rps-c32", "c32"]),
-    (["--flagfile=h200_batch.flags"], 32, (1, 4, 8, 16, 32),
+    (["--flagfile=h200_batch.flags"], 32, [1, 4, 8, 16, 32],
      ["c1", "c4", "c8", "c16", "c32"]),
     (["--flagfile=h100_batch.flags", "--request_rate=1", "--max_concurrency="],
-     16, None, ["1rps"]),
+     16, [16], ["1rps"]),
   ],
 )  # fmt: skip
 def test_loads(args, slots, buckets, names):
   load = test_settings.with_flags(main.read_load, "--target=zoo", *args)
-  assert load.slots == slots and load.slot_buckets == buckets
+  assert load.slots == slots
+  assert [load.slots_of(level) for level in load.levels] == buckets
+  # A pass over all slots copies no state: those of a closed loop are full.
+  for level in load.levels:
+    known = (load.slots_of(level),) if level.name.startswith("c") else None
+    assert load.slot_buckets_of(level) == known
   assert [level.name for level in load.levels] == names
 
 
