@@ -117,7 +117,9 @@ def _attend(
   seen = jnp.pad(mask, ((0, padded - n), (0, node_steps * BLOCK - n)))
   seen = jnp.tile(seen, (pl.cdiv(rows, padded), 1))[:rows].reshape(rows, -1, 32)
   seen = jnp.where(seen, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), 0)
-  seen = lax.bitcast_convert_type(seen.sum(axis=2).T, jnp.int32)
+  seen = lax.bitcast_convert_type(
+    seen.sum(axis=2, dtype=jnp.uint32).T, jnp.int32
+  )
   bounds = (first.reshape(1), length.astype(jnp.int32).reshape(1))
 
   swizzled = (plgpu.TilingTransform((EIGHT, 64)), plgpu.SwizzleTransform(128))
