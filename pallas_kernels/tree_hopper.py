@@ -172,6 +172,8 @@ def _program(
   head, row_tile, part = (lax.axis_index(x) for x in ("head", "rows", "part"))
   thread = lax.axis_index("group")
   loads = thread == consumers
+  # Who asks for keys has to wait for these; queries are on their way by then.
+  first, length = first_ref[0], length_ref[0]
 
   @pl.when(loads)
   def _():
@@ -180,8 +182,6 @@ def _program(
       group=group, padded=padded, chunk=chunk,
     )  # fmt: skip
 
-  # Who asks for keys has to wait for these; queries are on their way.
-  first, length = first_ref[0], length_ref[0]
   steps, share = tree_parts.shares(
     first, length,
     node_steps=node_steps, splits=splits, block=BLOCK, align=EIGHT,
