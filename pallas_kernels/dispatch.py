@@ -19,7 +19,14 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 W12Implementation = Literal["reference", "triton", "interpret", "mosaic"]
 """`mosaic`: the Pallas kernel for Hopper GPUs, which Mosaic GPU compiles."""
 
-ALTERNATIVES = {"gdn_verify": ("per_path",), "w12_matmul": ("mosaic",)}
+AttentionImplementation = W12Implementation
+"""The same choices."""
+
+ALTERNATIVES = {
+  "gdn_verify": ("per_path",),
+  "tree_attention": ("mosaic",),
+  "w12_matmul": ("mosaic",),
+}
 """What an operation has besides: other references for comparison, other
 kernels."""
 
@@ -53,7 +60,7 @@ class Kernels:
   gdn_decode: Implementation = "reference"
   gdn_verify: VerifyImplementation = "reference"
   gdn_commit: Implementation = "reference"
-  tree_attention: Implementation = "reference"
+  tree_attention: AttentionImplementation = "reference"
   w12_matmul: W12Implementation = "reference"
   fp8_matmul: Implementation = "reference"
   add_norm: Implementation = "reference"

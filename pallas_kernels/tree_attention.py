@@ -7,7 +7,6 @@ the length of the context.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import dispatch
-
-_MASKED = -1e30
-"""Score of an invisible position: finite, so that no row turns into NaN."""
-
-_LOG2_E = math.log2(math.e)
-
-MERGED_ROWS = 4
-"""Query rows of a program that merges parts, at most."""
-
-PARTS_AT_ONCE = 16
-"""Parts that it asks for together."""
+from pallas_kernels import dispatch, tree_hopper, tree_parts
+from pallas_kernels.tree_parts import LOG2_E, MASKED, power_of_two
 
 
 def tree_attention(
@@ -41,7 +30,7 @@ def tree_attention(
   scale: float,
   first: Int[Array, ""] | int = 0,
   *,
-  implementation: dispatch.Implementation = "reference",
+  implementation: dispatch.AttentionImplementation = "reference",
 ) -> Float[Array, "N H D"]:
   """Softmax attention of each node over prefix [0, length) and ancestors.
 
@@ -55,11 +44,20 @@ def tree_attention(
     mask: mask[i, j] is True where j is i or an ancestor of i.
     scale: factor on q k^T.
     first: first visible row of the prefix (a sliding window's edge).
-    implementation: the kernel takes bfloat16 and float32.
+    implementation: the kernel takes bfloat16 and float32. `mosaic` is the one
+      for Hopper GPUs where it takes the operands (`tree_hopper.takes`), for one
+      request; else it is `triton`.
 
   Returns:
     Attention outputs [N, H, D] in the dtype of q.
   """
+  if implementation == "mosaic":
+    if tree_hopper.takes(q, k_prefix, scale):
+      return _of_one_request(scale)(
+        q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask,
+        jnp.asarray(first, jnp.int32),
+      )  # fmt: skip
+    implementation = "triton"
   if implementation != "reference":
     return _tree_attention_kernel(
       q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,
@@ -82,9 +80,9 @@ def tree_attention(
   row = jnp.arange(capacity)
   visible = (row >= first) & (row < length)
   prefix = einsum("nkgd,ktd->kgnt", q, k_prefix) * scale
-  prefix = jnp.where(visible, prefix, _MASKED)
+  prefix = jnp.where(visible, prefix, MASKED)
   nodes = einsum("nkgd,mkd->kgnm", q, k_nodes) * scale
-  nodes = jnp.where(mask, nodes, _MASKED)
+  nodes = jnp.where(mask, nodes, MASKED)
   # Every node sees itself, so that the maximum is a real score.
   top = jnp.maximum(prefix.max(-1), nodes.max(-1))[..., None]
   prefix, nodes = jnp.exp(prefix - top), jnp.exp(nodes - top)
@@ -95,6 +93,28 @@ def tree_attention(
   out += einsum("kgnm,mkd->kgnd", nodes.astype(v_nodes.dtype), v_nodes)
   out = jnp.moveaxis(out / total[..., None], 2, 0)
   return out.reshape(n, heads, dim).astype(q.dtype)
+
+
+def _of_one_request(scale: float):
+  """The Hopper kernel, but Triton's for several requests in one `vmap`."""
+
+  @jax.custom_batching.custom_vmap
+  def one(*operands):
+    *rest, first = operands
+    return tree_hopper.attend(*rest, scale=scale, first=first)
+
+  @one.def_vmap
+  def several(_, batched, *operands):
+    def attend(*operands):
+      *rest, first = operands
+      return _tree_attention_kernel(
+        *rest, scale=scale, first=first, implementation="triton"
+      )
+
+    axes = tuple(0 if x else None for x in batched)
+    return jax.vmap(attend, in_axes=axes)(*operands), True
+
+  return one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +160,6 @@ TILES = {
 MANY_ROWS = Tile(rows=128, block=32, programs=132, num_warps=8, num_stages=3)
 
 
-def _power_of_two(n: int) -> int:
-  return max(16, pl.next_power_of_2(n))
-
-
 def shared_bytes(tile: Tile, dim: int, itemsize: int) -> int:
   """Shared memory that Triton takes for a tile at most: 192 kB for 128 x 64.
 
@@ -181,20 +197,14 @@ NODE_STEPS = 2
 """Blocks of the prefix that the nodes take as long as: loads wait for loads."""
 
 
-def _shares(bounds_ref, *, splits, block):
-  """Steps of a pass and of a part: the nodes first, then prefix blocks."""
-  first, length = bounds_ref[0], bounds_ref[1]
-  steps = NODE_STEPS + pl.cdiv(jnp.maximum(length - first, 0), block)
-  return steps, jnp.maximum(NODE_STEPS, pl.cdiv(steps, splits))
-
-
 def _program(
   q_ref,
   k_nodes_ref,
   v_nodes_ref,
   k_ref,
   v_ref,
-  bounds_ref,
+  first_ref,
+  length_ref,
   mask_ref,
   out_ref,
   top_ref,
@@ -212,12 +222,14 @@ def _program(
 
   Query rows are pairs (node, head of the group). Leaves sum 2^(score - top) v,
   top and sum 2^(score - top) of its part, scores times log2(e). Parts without
-  a step leave nothing.
+  a step leave a sum of 0.
   """
   kv_head, part = pl.program_id(0), pl.program_id(2)
   kv_heads, n = pl.num_programs(0), mask_ref.shape[0]
-  first, length = bounds_ref[0], bounds_ref[1]
-  steps, share = _shares(bounds_ref, splits=splits, block=block)
+  first, length = first_ref[0], length_ref[0]
+  steps, share = tree_parts.shares(
+    first, length, node_steps=NODE_STEPS, splits=splits, block=block
+  )
   begin = part * share
   row = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
   # Rows behind the last are computed as if they were its own, and never read.
@@ -229,8 +241,8 @@ def _program(
 
   def add(carry, keys, values, visible):
     top, total, out = carry
-    scores = dot(q, keys.T) * (scale * _LOG2_E)
-    scores = jnp.where(visible, scores, _MASKED)
+    scores = dot(q, keys.T) * (scale * LOG2_E)
+    scores = jnp.where(visible, scores, MASKED)
     higher = jnp.maximum(top, scores.max(axis=1))
     shrink = jnp.exp2(top - higher)
     weights = jnp.exp2(scores - higher[:, None])
@@ -240,7 +252,7 @@ def _program(
     return higher, total * shrink + weights.sum(axis=1), out
 
   def add_nodes(carry):
-    for at in range(0, _power_of_two(n), columns):
+    for at in range(0, power_of_two(n), columns):
       other = at + lax.iota(jnp.int32, columns)
       inside = other < n
       other = jnp.minimum(other, n - 1)
@@ -262,7 +274,7 @@ def _program(
   @pl.when(begin < steps)
   def _():
     nothing = (
-      jnp.full((rows,), _MASKED, jnp.float32),
+      jnp.full((rows,), MASKED, jnp.float32),
       jnp.zeros((rows,), jnp.float32),
       jnp.zeros((rows, dim), jnp.float32),
     )
@@ -276,53 +288,10 @@ def _program(
     top_ref[...], total_ref[...] = top, total
     out_ref[...] = (out * (1 / total)[:, None]).astype(out_ref.dtype)
 
-
-def _combine(
-  out_ref,
-  top_ref,
-  total_ref,
-  bounds_ref,
-  merged_ref,
-  *,
-  rows,
-  group,
-  splits,
-  block,
-):
-  """Some query rows of a key head: the parts of their softmax."""
-  kv_head, kv_heads = pl.program_id(0), pl.num_programs(0)
-  steps, share = _shares(bounds_ref, splits=splits, block=block)
-  last = pl.cdiv(steps, share) - 1  # of the parts that left something
-  parts = jnp.minimum(lax.iota(jnp.int32, _power_of_two(splits)), last)
-  own = lax.iota(jnp.int32, rows)
-  top = top_ref[parts[:, None], own[None, :]].max(axis=0)
-  batch = min(splits, PARTS_AT_ONCE)
-
-  def add(step, carry):
-    merged, total = carry
-    asked = []  # for all of them before any is used
-    for i in range(batch):
-      at = jnp.minimum(step * batch + i, last)
-      asked.append((top_ref[at, :], total_ref[at, :], out_ref[at, :, :]))
-    for i, (part_top, part_total, out) in enumerate(asked):
-      weight = jnp.exp2(part_top - top) * part_total
-      weight = jnp.where(step * batch + i <= last, weight, 0.0)
-      total += weight
-      merged += weight[:, None] * out.astype(jnp.float32)
-    return merged, total
-
-  carry = (
-    jnp.zeros((rows, out_ref.shape[2]), jnp.float32),
-    jnp.zeros((rows,), jnp.float32),
-  )
-  if batch == splits:
-    merged, total = add(0, carry)
-  else:
-    merged, total = lax.fori_loop(0, pl.cdiv(last + 1, batch), add, carry)
-  row = pl.program_id(1) * rows + own
-  merged_ref[(row // group * kv_heads + kv_head) * group + row % group, :] = (
-    merged / total[:, None]
-  ).astype(merged_ref.dtype)
+  @pl.when(begin >= steps)
+  def _():
+    top_ref[...] = jnp.full((rows,), MASKED, jnp.float32)
+    total_ref[...] = jnp.zeros((rows,), jnp.float32)
 
 
 @dispatch.once("scale", "implementation")
@@ -339,7 +308,7 @@ def _tree_attention_kernel(
   row_tiles = pl.cdiv(n * group, tile.rows)
   most = 1 + -(-capacity // tile.block)
   splits = max(1, min(tile.programs // (kv_heads * row_tiles), most))
-  bounds = jnp.stack([jnp.asarray(first, jnp.int32), length.astype(jnp.int32)])
+  bounds = [jnp.asarray(x, jnp.int32).reshape(1) for x in (first, length)]
   mask = mask.astype(jnp.int32)
 
   def whole(x):
@@ -359,25 +328,25 @@ def _tree_attention_kernel(
   prefix = pl.BlockSpec(
     (None, capacity, dim), lambda head, row, part: (head, 0, 0)
   )
-  cut = {"splits": splits, "block": tile.block}
   rows = row_tiles * tile.rows
   interpret = implementation == "interpret"
   partial = pl.pallas_call(
     functools.partial(
       _program,
       rows=tile.rows,
-      columns=min(_power_of_two(n), tile.nodes),
+      columns=min(power_of_two(n), tile.nodes),
       group=group,
       scale=scale,
       precision=None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
-      **cut,
+      splits=splits,
+      block=tile.block,
     ),
     grid=(kv_heads, row_tiles, splits),
     in_specs=[
       *(whole(x) for x in small),
       prefix,
       prefix,
-      whole(bounds),
+      *(whole(x) for x in bounds),
       whole(mask),
     ],
     out_specs=[of_part(tile.rows, dim), of_part(tile.rows), of_part(tile.rows)],
@@ -392,25 +361,6 @@ def _tree_attention_kernel(
     ),
     interpret=interpret,
     name="tree_attention",
-  )(*small, k_prefix, v_prefix, bounds, mask)
+  )(*small, k_prefix, v_prefix, *bounds, mask)
 
-  together = math.gcd(MERGED_ROWS, n * group)
-
-  def of_rows(*shape):
-    zeros = (0,) * len(shape)
-    return pl.BlockSpec(
-      (None, splits, together, *shape),
-      lambda head, row: (head, 0, row, *zeros),
-    )
-
-  merged = pl.pallas_call(
-    functools.partial(_combine, rows=together, group=group, **cut),
-    grid=(kv_heads, n * group // together),
-    in_specs=[of_rows(dim), of_rows(), of_rows(), whole(bounds)],
-    out_specs=whole(small[0]),
-    out_shape=jax.ShapeDtypeStruct(small[0].shape, q.dtype),
-    compiler_params=pltriton.CompilerParams(num_warps=4),
-    interpret=interpret,
-    name="tree_attention_combine",
-  )(*partial, bounds)
-  return merged.reshape(q.shape)
+  return tree_parts.combine(*partial, nodes=n, group=group, interpret=interpret)

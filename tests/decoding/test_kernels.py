@@ -238,6 +238,7 @@ class ChoiceTest(parameterized.TestCase):
       "triton, w12_matmul=mosaic",
       dataclasses.replace(Kernels.all("triton"), w12_matmul="mosaic"),
     ),
+    ("tree_attention=mosaic", Kernels(tree_attention="mosaic")),
   )
   def test_parse(self, text, expected):
     self.assertEqual(kernels_lib.parse(text), expected)
