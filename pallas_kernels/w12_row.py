@@ -40,6 +40,11 @@ class RowTile:
   words: int = 1024
   num_warps: int = 4
 
+  @property
+  def blocks(self) -> int:
+    """Tiles side by side that a program loads at a time."""
+    return self.words // (self.lanes * TILE)
+
 
 FEW_LANES = 2048
 """Lanes of a matrix below which programs have half as many, to be enough."""
@@ -48,9 +53,15 @@ MOST_WEIGHTS = 80 << 20
 to 73 M weights (7 % of the time), no longer at 89 M."""
 
 
-def takes(w: W12Array) -> bool:
-  """Whether the kernel takes the matrix: planes in tiles of 64 by 64."""
-  return w.tiled and w.low.shape[2:] == (TILE, TILE)
+def takes(w: W12Array, tile: RowTile | None = None) -> bool:
+  """Whether the kernel takes the matrix.
+
+  Planes are in tiles of 64 by 64, and what a program loads at a time divides
+  the columns: fewer would leave threads with fewer than eight numbers.
+  """
+  if not w.tiled or w.low.shape[2:] != (TILE, TILE):
+    return False
+  return w.low.shape[1] % (tile or tile_of(w)).blocks == 0
 
 
 def pays(w: W12Array) -> bool:
@@ -81,16 +92,15 @@ def matmul(
     expanded: [4, T, K, h, w] bfloat16, see `w12_matmul.matmul`.
     interpret: step by step in JAX.
   """
-  if x.dtype != jnp.bfloat16 or x.shape[0] != 1 or not takes(w):
+  tile = tile or tile_of(w)
+  if x.dtype != jnp.bfloat16 or x.shape[0] != 1 or not takes(w, tile):
     raise ValueError(
-      "w12_row takes one bfloat16 row and planes in tiles of 64 by 64, not"
+      "w12_row takes one bfloat16 row and planes in tiles of 64 by 64,"
+      f" {tile.blocks} or a multiple of that side by side, not"
       f" {x.dtype}{x.shape} and {w.low.shape}"
     )
-  tile = tile or tile_of(w)
-  steps = w.low.shape[1]
-  blocks = tile.words // (tile.lanes * TILE)
-  while steps % blocks:
-    blocks //= 2
+  if tile.words < EIGHT * 32 * tile.num_warps:
+    raise ValueError(f"{tile} leaves threads with fewer than {EIGHT} numbers")
   planes = [w.view01, w.view23] if view else [w.view01, w.view23, w.low]
   if expanded is not None:
     planes = [expanded]
@@ -101,7 +111,7 @@ def matmul(
       _program,
       planes=len(planes),
       lanes=tile.lanes,
-      blocks=blocks,
+      blocks=tile.blocks,
       assembly=not interpret,
       filled=w12_array.MIDPOINT if midpoint else 0,
     ),

@@ -13,6 +13,7 @@ import pytest
 from specpilot_jax.checkpoints import hf, load_checkpoint
 from specpilot_jax.models import target as target_lib
 from tests.checkpoints import builders
+from tests.notes import in_full_form
 
 ROOT = Path(__file__).parents[1]
 BISECT = json.loads((ROOT / "tests/data/bisect.json").read_text())
@@ -185,6 +186,7 @@ def test_a_prompt_longer_than_the_context_is_refused(tiny):
   assert "256 tokens leaves no room" in done.stderr
 
 
+@in_full_form
 def test_score_of_smollm2_on_source_code():
   """The published value, which a wrong RoPE layout would miss by far."""
   tokenizer = load_checkpoint("smollm2").tokenizer

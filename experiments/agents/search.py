@@ -99,14 +99,15 @@ class Search:
   def _settings(self, option: Option, value: str) -> str | None:
     """The assignment, with what it needs; None where nothing makes it valid.
 
-    An option that only does something beside another value of a second one
-    (`conflicts`) gets each of that one's other values in turn.
+    What an option needs (`requires`) is set with it; one that only does
+    something beside another value of a second one (`conflicts`) gets each of
+    that one's other values in turn.
     """
     own = f"{option.name}={value}"
     first = BESIDE.get(option.name, "")
     if first.partition("=")[0] not in self._options:
       first = ""
-    for other in (first, *self._companions(option)):
+    for other in (first, *option.requires, *self._companions(option)):
       text = ",".join(filter(None, (other, own)))
       try:
         registry.parse_options(text, self._options)

@@ -183,7 +183,16 @@ def engine(
     system: what is wanted.
     target, drafter: as `registry.prepare` makes them.
     settings: of `BatchEngine`.
+
+  Raises:
+    SpecPilotError: a view of the drafter's weights, whose products are of one
+      request: over several, they would be read once for each.
   """
+  if system.drafter_view != configs.EXACT and settings.get("slots") != 1:
+    raise SpecPilotError(
+      f"drafter_view={system.drafter_view} is for one request at a time;"
+      f" several take drafter_view={configs.EXACT}"
+    )
   # Beside a single request nobody reads a prompt: no passes are made for it.
   rides = system.prompt_admission == ON and settings.get("slots") != 1
   most = RIDER_CHUNK
@@ -281,12 +290,18 @@ class BatchPolicy:
         found = {n for n in found if n >= nodes}
     rows = sorted(min(n, whole) for n in found)
     rows = [n for n in dict.fromkeys(rows) if slots <= n <= (most or n)]
+    least = max(slots, min(found))
+    if not (self._shared or self._dynamic) and whole not in rows:
+      # All requests have whole blocks, whatever they get.
+      rows, least = [], whole
     if not rows and rides:
-      return () if most is None or most < slots else (most,)
+      few = least == whole or most is None or most < slots
+      return () if few else (most,)
     if not rows:
       raise SpecPilotError(
-        f"a pass over {slots} requests has {max(slots, min(found))} rows,"
-        f" weights=w12 takes at most {most}"
+        f"a pass over {slots} requests has {least} rows, weights=w12 takes at"
+        f" most {most}; take fewer requests at a time, shared_budget=on or"
+        " weights=bf16"
       )
     return tuple(None if n == whole else n for n in rows)
 

@@ -9,6 +9,7 @@ import pytest
 from experiments import metrics, results
 from specpilot_jax import compilation
 from tests.experiments import tiny
+from tests.notes import in_full_form
 
 # DESIGN of result.json, schema 1.
 TOP = {
@@ -491,6 +492,7 @@ def test_a_control_that_cannot_be_kept(command, tmp_path, monkeypatch):
   assert "No space left on device" in note
 
 
+@in_full_form
 def test_a_widened_model_is_called_so(place, tmp_path):
   run = tmp_path / "run"
   status = tiny.run(

@@ -269,6 +269,21 @@ class PolicyTest(kit.Float64TestCase):
     self.assertEqual(packed.rows_of(64), (64,))
     with self.assertRaisesRegex(SpecPilotError, "65 rows, weights=w12 takes"):
       packed.rows_of(65)
+    # Without a budget every request has its block: refused before a load is.
+    alone = BatchPolicy(
+      SystemConfig(weights="w12"),
+      shape(rider_chunk=16, kernels=types.SimpleNamespace(w12_matmul="triton")),
+    )
+    blocks = 64 // alone.engine.nodes
+    self.assertEqual(alone.rows_of(blocks)[-1], None)
+    self.assertEqual(alone.rows_of(blocks, True), ())
+    with self.assertRaisesRegex(SpecPilotError, "weights=w12 takes at most 64"):
+      alone.rows_of(blocks + 1)
+
+  def test_a_view_of_the_drafter_is_for_one_request(self):
+    system = SystemConfig(weights="w12", drafter_view="midpoint")
+    with self.assertRaisesRegex(SpecPilotError, "drafter_view=midpoint is for"):
+      batching.engine(system, mock.Mock(), mock.Mock(), slots=2)
 
   def test_nodes_follow_costs(self):
     """Dear rows are given up, and taken again where drafts get better."""

@@ -28,7 +28,7 @@ from specpilot_jax.models.drafters.config import DFlash2Config, DSparkConfig
 from specpilot_jax.models.drafters.dflash import DFlashDrafter
 from tests.checkpoints.test_widen import small_drafter
 from tests.decoding import kit
-from tests.notes import FULL
+from tests.notes import FULL, in_full_form
 from tests.zoo.test_training import drafter_config
 
 PACKED = SystemConfig(weights="w12")
@@ -221,6 +221,7 @@ class ModelTest(parameterized.TestCase):
     ):
       Engine(w12.target(target), system=system)
 
+  @in_full_form
   def test_kernels_interpreted(self):
     """The kernels in every product, of one row and of a run of prompt."""
     config = wide()

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 from unittest import mock
 
@@ -151,7 +152,11 @@ class ParityTest(parameterized.TestCase):
     actual = logits_of(case, "float64", length=len(expected))
     self.assertLess(largest(kept(actual), expected), FLOAT64_TOLERANCE)
 
-  @parameterized.product(case=CASES, chunk=(1, 7, 64, 300))
+  @parameterized.parameters(
+    *itertools.product(CASES, (LENGTH,)),
+    # Whether embeddings are tied is nothing that chunks are about.
+    *itertools.product((c for c in CASES if "tied" not in c), (1, 7, 64)),
+  )
   def test_prefill_in_chunks(self, case, chunk):
     """One pass is right by the golden logits, the others by it as well."""
     whole = chunk == LENGTH
@@ -369,7 +374,7 @@ class NegativeControlTest(parameterized.TestCase):
 
   CASE = "hybrid2"  # two value heads per key head, three queries per key head
   LENGTH = 64
-  FACTOR = 10
+  FACTOR = 8
 
   def check(self, dtype, **kwargs):
     file = golden(self.CASE)

@@ -25,10 +25,10 @@ def float64(x, dense) -> np.ndarray:
 
 class ProductTest(parameterized.TestCase):
   @parameterized.parameters(
-    # Rows that no tile is full of, columns that no program's words divide.
-    dict(shape=(278, 192), lanes=4, view=False),
-    dict(shape=(278, 192), lanes=8, view=True),
-    dict(shape=(1030, 64), lanes=2, view=False),
+    # Rows that no tile is full of.
+    dict(shape=(278, 512), lanes=4, view=False),
+    dict(shape=(278, 128), lanes=8, view=True),
+    dict(shape=(262, 512), lanes=2, view=False),
   )
   def test_against_float64(self, shape, lanes, view):
     matrix, x = hard(*shape), rows(1, shape[1])
@@ -44,17 +44,17 @@ class ProductTest(parameterized.TestCase):
     self.assertLess((error / scale).max(), 1e-6)
 
   def test_is_what_one_row_takes(self):
-    w, x = packed(w12_matrices.gaussian(256, 64)), rows(2, 64)
+    w, x = packed(w12_matrices.gaussian(256, 512)), rows(2, 512)
     text = jax.make_jaxpr(product)(x[:1], w).pretty_print()
     self.assertIn("w12_row", text)
     self.assertNotIn("w12_row", jax.make_jaxpr(product)(x, w).pretty_print())
 
   def test_lists_of_any_length(self):
-    matrix = w12_matrices.gaussian(256, 256).astype(np.float32)
-    matrix[7] *= np.where(np.arange(256) % 2, 1e9, 1)
-    matrix[9:30, 3:] *= np.where(np.arange(253) % 3, 1, 1e12)
+    matrix = w12_matrices.gaussian(256, 512).astype(np.float32)
+    matrix[7] *= np.where(np.arange(512) % 2, 1e9, 1)
+    matrix[9:30, 3:] *= np.where(np.arange(509) % 3, 1, 1e12)
     matrix = matrix.astype(ml_dtypes.bfloat16)
-    w, x = packed(matrix), rows(1, 256)
+    w, x = packed(matrix), rows(1, 512)
     counts = np.diff(w.row_start)
     self.assertGreater(counts.max(), 2 * w12_row.ENTRIES)
     self.assertEqual(counts.min(), 0)
@@ -63,28 +63,34 @@ class ProductTest(parameterized.TestCase):
 
   def test_infinities_and_nan(self):
     """They stay in their rows; an infinite x is in all of them."""
-    matrix = w12_matrices.gaussian(256, 64)
+    matrix = w12_matrices.gaussian(256, 512)
     matrix[3, 4], matrix[5, 6] = np.inf, np.nan
-    x = rows(1, 64)
+    x = rows(1, 512)
     found = np.asarray(product(x, packed(matrix)))[0]
     self.assertEqual(found[3], np.inf * np.sign(float(x[0, 4])))
     self.assertTrue(np.isnan(found[5]))
     self.assertTrue(np.isfinite(np.delete(found, (3, 5))).all())
-    plain = packed(np.ones((256, 64), ml_dtypes.bfloat16))
+    plain = packed(np.ones((256, 512), ml_dtypes.bfloat16))
     infinite = np.asarray(product(x.at[0, 0].set(np.inf), plain))
     np.testing.assert_array_equal(infinite, np.inf)
 
   def test_same_kernel_on_decoded_tiles(self):
-    w, x = packed(w12_matrices.gaussian(256, 192)), rows(1, 192)
+    w, x = packed(w12_matrices.gaussian(256, 512)), rows(1, 512)
     np.testing.assert_array_equal(
       product(x, w), product(x, w, expanded=expanded(w))
     )
 
   def test_what_it_does_not_take(self):
-    w = packed(w12_matrices.gaussian(256, 64))
-    for x in (rows(2, 64), rows(1, 64).astype(jnp.float32)):
+    w = w12_matrices.struct(256, 512)
+    for x in (rows(2, 512), rows(1, 512).astype(jnp.float32)):
       with self.assertRaisesRegex(ValueError, "takes one bfloat16 row"):
         w12_row.matmul(x, w, jnp.float32, interpret=True)
+    # A program's words, eight for each thread, have to divide the columns.
+    for width, taken in ((512, True), (320, False), (576, False)):
+      self.assertEqual(w12_row.pays(w12_matrices.struct(320, width)), taken)
+    small = w12_row.RowTile(words=512)
+    with self.assertRaisesRegex(ValueError, "fewer than 8 numbers"):
+      w12_row.matmul(rows(1, 512), w, jnp.float32, tile=small, interpret=True)
 
 
 class LoweringTest(parameterized.TestCase):

@@ -26,6 +26,7 @@ from specpilot_jax.zoo import (
 )
 from specpilot_jax.zoo.text import Rows, Shelf, chosen_rows
 from tests.decoding import kit
+from tests.notes import in_full_form
 from tests.zoo.test_training import CONFIG, drafter_config
 
 RECIPE = recipes.DrafterRecipe(
@@ -309,6 +310,7 @@ class RowsTest(kit.Float64TestCase):
     with mock.patch.object(drafter_training, "LOGITS", 3 * 4 * 64):
       np.testing.assert_allclose(value(), whole, rtol=1e-6)
 
+  @in_full_form
   def test_training_learns_and_goes_on_where_it_stopped(self):
     self.write()
     past = time.monotonic() - 1
