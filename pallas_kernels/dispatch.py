@@ -119,6 +119,9 @@ def once(*static: str):
   traced and lowered anew (by Mosaic GPU also compiled), seconds in all for a
   step of 64 layers or minutes.
 
+  Who changes a number of a module that such a function reads has to clear
+  JAX's caches.
+
   Args:
     static: names of arguments that are not arrays.
   """

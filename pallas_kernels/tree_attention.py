@@ -39,25 +39,23 @@ def tree_attention(
   values' dtype before the product, as in the family's reference model.
 
   Args:
-    length: committed rows of the prefix; rows behind it are not read, whatever
+    length: committed rows of the prefix; rows behind it do not matter, whatever
       finite values they hold.
     mask: mask[i, j] is True where j is i or an ancestor of i.
     scale: factor on q k^T.
     first: first visible row of the prefix (a sliding window's edge).
     implementation: the kernel takes bfloat16 and float32. `mosaic` is the one
-      for Hopper GPUs where it takes the operands (`tree_hopper.takes`), for one
-      request; else it is `triton`.
+      for Hopper GPUs (`tree_hopper.takes`), for one request; under `vmap` it is
+      `triton`.
 
   Returns:
     Attention outputs [N, H, D] in the dtype of q.
   """
   if implementation == "mosaic":
-    if tree_hopper.takes(q, k_prefix, scale):
-      return _of_one_request(scale)(
-        q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask,
-        jnp.asarray(first, jnp.int32),
-      )  # fmt: skip
-    implementation = "triton"
+    return _of_one_request(scale)(
+      q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask,
+      jnp.asarray(first, jnp.int32),
+    )  # fmt: skip
   if implementation != "reference":
     return _tree_attention_kernel(
       q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,

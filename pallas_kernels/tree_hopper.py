@@ -88,8 +88,7 @@ def attend(
   )  # fmt: skip
 
 
-# A model has many layers of few shapes: each is traced once.
-@functools.partial(jax.jit, static_argnames=("scale", "interpret", "programs"))
+@dispatch.once("scale", "interpret", "programs")
 def _attend(
   q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, first,
   *, scale, interpret, programs,

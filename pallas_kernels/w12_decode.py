@@ -38,6 +38,11 @@ def decode(
     return w12_array.decode(w)
   if not w.tiled:
     raise ValueError("w12_decode's kernel takes planes in tiles")
+  return _decode_kernel(w, implementation == "interpret")
+
+
+@dispatch.once("interpret")
+def _decode_kernel(w, interpret):
   tiles, across, height, _ = w.low.shape
   lanes = min(LANES, height)
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -45,7 +50,7 @@ def decode(
     pl.pallas_call,
     out_specs=anywhere,
     out_shape=jax.ShapeDtypeStruct(w.shape, jnp.uint16),
-    interpret=implementation == "interpret",
+    interpret=interpret,
   )
   dense = call(
     functools.partial(_planes, lanes=lanes),

@@ -5,7 +5,13 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import dispatch, gdn_verify, w12_hopper, w12_matmul
+from pallas_kernels import (
+  dispatch,
+  gdn_verify,
+  tree_hopper,
+  w12_hopper,
+  w12_matmul,
+)
 from pallas_kernels.dispatch import ALTERNATIVES, IMPLEMENTATIONS, Kernels
 from specpilot_jax.configs import GDN, MAX_NODES, ModelConfig
 from specpilot_jax.errors import SpecPilotError
@@ -88,6 +94,12 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
         f"kernel {name}: mosaic needs a Hopper GPU (compute capability 9.0),"
         f" not {jax.devices()[0].device_kind}; take triton"
       )
+    if name == "tree_attention" and implementation == "mosaic":
+      if dtype != "bfloat16":
+        raise SpecPilotError(
+          f"kernel {name}: mosaic takes bfloat16, not {dtype}; take triton"
+        )
+      _check_hopper_head(config.name, config.head_dim)
     if dtype not in ("bfloat16", "float32"):
       raise SpecPilotError(
         f"kernel {name}: {implementation} takes bfloat16 and float32, not"
@@ -109,6 +121,16 @@ def check_drafter(kernels: Kernels, name: str, head_dim: int) -> None:
   """
   if kernels.tree_attention != "reference":
     _check_size("tree_attention", name, "head_dim", head_dim)
+  if kernels.tree_attention == "mosaic":
+    _check_hopper_head(name, head_dim)
+
+
+def _check_hopper_head(model: str, size: int) -> None:
+  if size not in tree_hopper.DIMS:
+    raise SpecPilotError(
+      f"kernel tree_attention: {model} has head_dim {size}, mosaic takes one of"
+      f" {tree_hopper.DIMS}; take triton"
+    )
 
 
 def _check_size(kernel: str, model: str, field: str, size: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from experiments import results
 from experiments.controller import statistics
 from experiments.cost_model import budgets, lattices, replay
-from specpilot_jax.configs import ONE_LEVEL, SystemConfig
+from specpilot_jax.configs import EXACT, ONE_LEVEL, SystemConfig
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry
 
@@ -48,6 +48,11 @@ def bound(
   levels = {system.verification, against.verification}
   rules = {system.acceptance, against.acceptance}
   path = profile / lattices.LATTICES
+  # Steps were timed, and lattices recorded, with all of the weights.
+  if any(
+    s.weights != "bf16" or s.drafter_view != EXACT for s in (system, against)
+  ):
+    return None
   if set(other) - set(NODES) or levels != {ONE_LEVEL} or not path.exists():
     return None
   if rules != {"match"}:  # Under another rule outputs depend on the drafts.

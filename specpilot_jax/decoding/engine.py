@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels import tree_hopper
 from specpilot_jax import compilation
 from specpilot_jax import kernels as kernels_lib
 from specpilot_jax.configs import GDN, ONE_LEVEL, SystemConfig, runs_on
@@ -186,7 +187,10 @@ class Engine:
       schedule=schedule,
     )
     # A commit writes all rows of a path, those it does not keep as zeros.
-    self._capacity = self.max_seq_len + max(prefill_chunk, widest.path)
+    capacity = self.max_seq_len + max(prefill_chunk, widest.path)
+    if target.kernels.tree_attention == "mosaic":
+      capacity += -capacity % tree_hopper.EIGHT
+    self._capacity = capacity
     self._acc = layers.accumulation_dtype(target.dtype)
     # The carry of the last request, taken up by the next. None while a request
     # runs, and after one that broke off inside a donated call.

@@ -186,8 +186,13 @@ def engine(
 
   Raises:
     SpecPilotError: a view of the drafter's weights, whose products are of one
-      request: over several, they would be read once for each.
+      request: over several, they would be read once for each; the kernel for
+      tree attention that takes no batch.
   """
+  if target.kernels.tree_attention == "mosaic":
+    raise SpecPilotError(
+      "kernel tree_attention: mosaic takes one request at a time; take triton"
+    )
   if system.drafter_view != configs.EXACT and settings.get("slots") != 1:
     raise SpecPilotError(
       f"drafter_view={system.drafter_view} is for one request at a time;"

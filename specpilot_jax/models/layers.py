@@ -123,6 +123,10 @@ def matmul(
   return lax.optimization_barrier(product("oi,ni->on", weight, x)).T[:n]
 
 
+MOST_READS = 3
+"""Of a matrix in W12 for a batch's rows, before it is decoded instead."""
+
+
 def few_rows(out_dtype, implementation: W12Implementation):
   """x W^T with W in W12, as its kernel computes it; of a batch, all rows.
 
@@ -141,7 +145,15 @@ def few_rows(out_dtype, implementation: W12Implementation):
     if not own or any(jax.tree.leaves(of_weight)):
       raise ValueError("a batch of weights in W12, expected one for all")
     rows = x.reshape(-1, x.shape[-1])
-    out = matmul(rows, weight, out_dtype, implementation)
+    most = w12_matmul.max_rows(implementation, weight)
+    # Reading 12 bits some times is less than decoding: 12 + 16 + 16 bits.
+    if len(rows) > MOST_READS * most:
+      most = len(rows)
+    pieces = [
+      matmul(rows[i : i + most], weight, out_dtype, implementation)
+      for i in range(0, len(rows), most)
+    ]
+    out = jnp.concatenate(pieces)
     return out.reshape(size, -1, out.shape[-1]), True
 
   return one

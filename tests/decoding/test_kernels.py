@@ -258,6 +258,14 @@ class ChoiceTest(parameterized.TestCase):
     with self.assertRaisesRegex(SpecPilotError, message):
       kernels_lib.parse(text)
 
+  def test_heads_that_the_hopper_kernel_does_not_take(self):
+    kernels = Kernels(tree_attention="mosaic")
+    kernels_lib.check_drafter(kernels, "a drafter", 128)
+    with self.assertRaisesRegex(
+      SpecPilotError, "has head_dim 32, mosaic takes"
+    ):
+      kernels_lib.check_drafter(kernels, "a drafter", 32)
+
   def test_triton_needs_a_gpu(self):
     for name in Kernels.operations():
       with self.assertRaisesRegex(

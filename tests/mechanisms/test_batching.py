@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
+from pallas_kernels.dispatch import Kernels
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.batch import step as batch_step
 from specpilot_jax.decoding.batch.records import StepLimits, StepTime
@@ -280,10 +281,13 @@ class PolicyTest(kit.Float64TestCase):
     with self.assertRaisesRegex(SpecPilotError, "weights=w12 takes at most 64"):
       alone.rows_of(blocks + 1)
 
-  def test_a_view_of_the_drafter_is_for_one_request(self):
+  def test_what_is_for_one_request(self):
     system = SystemConfig(weights="w12", drafter_view="midpoint")
     with self.assertRaisesRegex(SpecPilotError, "drafter_view=midpoint is for"):
       batching.engine(system, mock.Mock(), mock.Mock(), slots=2)
+    target = mock.Mock(kernels=Kernels(tree_attention="mosaic"))
+    with self.assertRaisesRegex(SpecPilotError, "mosaic takes one request"):
+      batching.engine(SystemConfig(), target, None, slots=1)
 
   def test_nodes_follow_costs(self):
     """Dear rows are given up, and taken again where drafts get better."""

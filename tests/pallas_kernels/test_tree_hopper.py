@@ -16,18 +16,27 @@ from tests.pallas_kernels.test_attention_kernel import SCALE, arguments
 
 class AttentionTest(parameterized.TestCase):
   @parameterized.parameters(
-    # Two warp groups that multiply, rows that are none, a window's edge; parts
-    # of one block, of two and of none.
+    # Two warp groups that multiply, rows that are none, a window's edge; two
+    # parts of two blocks.
+    dict(n=17, group=3, capacity=208, length=197, first=61, programs=2),
+    # Five parts: of one block, and of none.
     dict(n=17, group=3, capacity=208, length=197, first=61, programs=5),
-    # Nodes in two blocks, all of it one part; one warp group.
-    dict(n=66, group=1, capacity=72, length=67, first=0, programs=1),
+    # One warp group, fewer nodes than TMA's eight, two key heads; one part, for
+    # which slots are filled again.
+    dict(n=3, group=2, heads=2, capacity=136, length=130, programs=2, slots=3),
+    # Nodes in two blocks, and not one row of the prefix.
+    dict(n=66, group=1, capacity=72, length=61, first=61, programs=1),
   )
-  def test_against_float64(self, n, group, capacity, length, first, programs):
+  def test_against_float64(
+    self, n, group, capacity, length, programs, first=0, heads=1, slots=8
+  ):
     self.enterContext(kit.quick_compilation())
-    patch = mock.patch.object(tree_hopper, "PROGRAMS", programs)
+    patch = mock.patch.multiple(
+      tree_hopper, PROGRAMS=programs, MOST_SLOTS=slots
+    )
     self.enterContext(patch)
     rng = np.random.default_rng(n)
-    arrays = arguments(rng, n, 1, group, capacity, dim=64)
+    arrays = arguments(rng, n, heads, group, capacity, dim=64)
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
     mask = jnp.asarray(trees.mask_of(trees.random_parents(rng, n)))
     found = tree_hopper.attend(
@@ -99,15 +108,9 @@ class LoweringTest(parameterized.TestCase):
     text = lowering.lower(_attend, gpu, *shapes)
     self.assertTrue("mosaic_gpu" in text and "_combine" in text)
 
-  @parameterized.parameters(
-    (32, 24, ()),  # A head that it does not take.
-    (64, 20, ()),  # A room.
-    (64, 24, (2,)),  # Several requests.
-  )
-  def test_takes_triton_where_it_must(self, dim, capacity, batch):
-    attend = jax.vmap(_attend) if batch else _attend
-    shapes = _shapes(4, dim, 2, 1, capacity, batch)
-    text = lowering.lower(attend, "NVIDIA H200", *shapes)
+  def test_takes_triton_for_several_requests(self):
+    shapes = _shapes(4, 64, 2, 1, 24, batch=(2,))
+    text = lowering.lower(jax.vmap(_attend), "NVIDIA H200", *shapes)
     self.assertFalse("mosaic_gpu" in text)
     self.assertTrue("tree_attention" in text)
 
