@@ -20,6 +20,7 @@ from typing import Any
 
 from experiments.agents.protocol import Limits, Proposal, Session, Task
 from memory import patches
+from specpilot_jax import extras
 from specpilot_jax.errors import SpecPilotError
 
 MAX_TRANSCRIPT = 1 << 16
@@ -149,21 +150,6 @@ class Draft:
     ]  # fmt: skip
 
 
-def _library() -> Any:
-  """The library.
-
-  Raises:
-    SpecPilotError: it is not installed.
-  """
-  try:
-    import pydantic_ai
-  except ImportError:
-    raise SpecPilotError(
-      "agent llm needs the extra llm: pip install 'specpilot-jax[llm]'"
-    ) from None
-  return pydantic_ai
-
-
 class LLM:
   """Asks a model per task.
 
@@ -179,7 +165,7 @@ class LLM:
   paid = True
 
   def __init__(self, model: Any, files: Mapping[str, bytes]):
-    self._ai = _library()
+    self._ai = extras.load("pydantic_ai", "llm", "agent llm")
     self._model, self._files = model, dict(files)
 
   def propose(self, task: Task, workspace: Path, limits: Limits) -> Session:

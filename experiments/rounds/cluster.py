@@ -23,23 +23,8 @@ from experiments import environment, hosts, leases
 from experiments.controller import tree
 from experiments.hosts import Slot
 from experiments.rounds.explorers import Maker
+from specpilot_jax import extras
 from specpilot_jax.errors import SpecPilotError
-
-
-def _library() -> Any:
-  """The library.
-
-  Raises:
-    SpecPilotError: it is not installed.
-  """
-  try:
-    import ray
-  except ImportError:
-    raise SpecPilotError(
-      "--executor=cluster needs the extra cluster: pip install"
-      " 'specpilot-jax[cluster]'"
-    ) from None
-  return ray
 
 
 def slot_of(number: int, visible: str | None, gpus: Mapping[int, str]) -> Slot:
@@ -134,7 +119,8 @@ class Cluster:
     count, address = settings.actors, settings.address
     if count < 1:
       raise SpecPilotError(f"a cluster explores with actors, got {count}")
-    self._ray, self._make, self._own = _library(), make, own
+    self._ray = extras.load("ray", "cluster", "--cluster")
+    self._make, self._own = make, own
     where: dict[str, Any] = {"address": address}
     if address == LOCAL:
       where |= {"num_cpus": count, "include_dashboard": False}

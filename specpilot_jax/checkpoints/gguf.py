@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from specpilot_jax import extras
 from specpilot_jax.checkpoints import checkpoint as common
 from specpilot_jax.checkpoints import gguf_header
 from specpilot_jax.checkpoints.layout import EMBEDDING, LM_HEAD, Part, layout
@@ -90,12 +91,7 @@ def open_source(
 ) -> Generator[Source]:
   """The same, to be read parameter by parameter while it is open."""
   path = pathlib.Path(path)
-  try:
-    import gguf
-  except ImportError:
-    raise SpecPilotError(
-      f"{path}: reading GGUF needs: pip install 'specpilot-jax[gguf]'"
-    ) from None
+  gguf = extras.load("gguf", "gguf", f"{path}: reading GGUF")
   sizes = {int(k): v for k, v in gguf.GGML_QUANT_SIZES.items()}
   gguf_header.check(path, sizes)
   try:

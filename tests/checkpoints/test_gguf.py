@@ -1,7 +1,7 @@
 """GGUF: tensors, permutation, quantised types, metadata, damaged files."""
 
-import builtins
 import pathlib
+import sys
 import tempfile
 from unittest import mock
 
@@ -210,14 +210,7 @@ class GgufTest(parameterized.TestCase):
 
   def test_without_the_package(self):
     self.write()
-    real = builtins.__import__
-
-    def no_gguf(name, *args, **kwargs):
-      if name == "gguf":
-        raise ImportError(name)
-      return real(name, *args, **kwargs)
-
-    with mock.patch.object(builtins, "__import__", no_gguf):
+    with mock.patch.dict(sys.modules, {"gguf": None}):
       self.refused(r"pip install 'specpilot-jax\[gguf\]'")
 
 

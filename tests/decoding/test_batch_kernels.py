@@ -264,6 +264,11 @@ class BatchKernelsTest(parameterized.TestCase):
     np.testing.assert_array_equal(
       mapped(x).reshape(12, -1), product(x.reshape(12, 128))
     )
+    # More rows than the kernel takes: read again, up to a point.
+    for size, kernels in ((20, 2), (60, 0)):
+      shape = jax.ShapeDtypeStruct((size, 4, 128), jnp.bfloat16)
+      jaxpr = str(jax.make_jaxpr(mapped)(shape))
+      self.assertEqual(jaxpr.count("name=_sums"), kernels)
 
   def test_rows_that_no_kernel_takes(self):
     with self.assertRaisesRegex(SpecPilotError, "at most 64 rows, a pass over"):
