@@ -10,9 +10,7 @@ each shape and number of rows against the best of XLA's forms, and the mean
 weighted by bytes; tiles go into `pallas_kernels/w12_matmul.py`.
 """
 
-import json
 import time
-from collections import Counter
 from pathlib import Path
 
 import jax
@@ -20,7 +18,6 @@ from absl import flags
 
 from experiments import results, tile_timing
 from experiments.console import say
-from experiments.tile_timing import Shape
 from specpilot_jax import cli, loading
 from specpilot_jax.errors import SpecPilotError
 
@@ -36,23 +33,9 @@ _MAX_WALL_S = flags.DEFINE_float(
 )
 
 
-def _chosen_shapes() -> Counter[Shape]:
-  known = tile_timing.shapes_of(_MODEL.value)
-  if not _SHAPES.value:
-    return known
-  chosen = Counter()
-  for text in _SHAPES.value:
-    sizes = text.split("x")
-    if len(sizes) != 2 or not all(s.isdecimal() and int(s) for s in sizes):
-      raise SpecPilotError(f"shape {text!r} is not of the form OUTxIN")
-    shape = (int(sizes[0]), int(sizes[1]))
-    chosen[shape] = known.get(shape, 1)
-  return chosen
-
-
 def main() -> None:
   """Times what the flags ask for."""
-  shapes = _chosen_shapes()
+  shapes = tile_timing.chosen_shapes(_MODEL.value, _SHAPES.value)
   row_counts = tile_timing.parse_rows(_ROWS.value)
   loading.prepare_jax(None)
   device = jax.devices()[0]
@@ -72,8 +55,7 @@ def main() -> None:
   say(tile_timing.summary(found))
   if _OUTPUT.value is not None:
     content = {"device_kind": device.device_kind, "found": found}
-    text = json.dumps(results.to_json(content), allow_nan=False, indent=1)
-    results.write_whole(Path(_OUTPUT.value), text + "\n")
+    results.write_whole(Path(_OUTPUT.value), results.as_text(content))
 
 
 if __name__ == "__main__":

@@ -169,8 +169,12 @@ def _append(file, record: Mapping[str, Any]) -> None:
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
   """Writes result.json of a run."""
-  text = json.dumps(to_json(result), indent=1, allow_nan=False)
-  write_whole(folder / RESULT, text + "\n")
+  write_whole(folder / RESULT, as_text(result))
+
+
+def as_text(content: Any) -> str:
+  """A JSON file's text."""
+  return json.dumps(to_json(content), indent=1, allow_nan=False) + "\n"
 
 
 def write_whole(path: Path, text: str) -> None:

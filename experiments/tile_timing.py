@@ -60,15 +60,31 @@ class Case:
     label: of its line.
     run: a jitted function of `arguments`, one launch per buffer.
     arguments: its arguments.
-    tile: None for XLA's.
-    view: whether it reads the 8-bit view alone.
+    tile: that was asked for.
+    kind: `xla`, `w12`, `view` (the 8-bit view alone), or another operation.
+    launches: of the operation in a call of `run`.
   """
 
   label: str
   run: Any
   arguments: tuple[Any, ...]
   tile: Tile | None = None
-  view: bool = False
+  kind: str = "xla"
+  launches: int = BUFFERS
+
+
+def model_name(text: str) -> str:
+  """The name of a preset with a drafter, in whatever case it is given.
+
+  Raises:
+    SpecPilotError: there is none of that name.
+  """
+  known = {name.lower(): name for name in drafter_configs.PRESETS}
+  if text.lower() not in known:
+    raise SpecPilotError(
+      f"unknown model {text!r}; there are: {', '.join(known)}"
+    )
+  return known[text.lower()]
 
 
 def shapes_of(preset: str) -> Counter[Shape]:
@@ -79,12 +95,7 @@ def shapes_of(preset: str) -> Counter[Shape]:
   Raises:
     SpecPilotError: no such preset, or none with a drafter.
   """
-  known = {name.lower(): name for name in drafter_configs.PRESETS}
-  name = known.get(preset.lower())
-  if name is None:
-    raise SpecPilotError(
-      f"unknown model {preset!r}; there are: {', '.join(known)}"
-    )
+  name = model_name(preset)
   config = drafter_configs.PRESETS[name]
   parameters = target_lib.structs(configs.preset(name), jnp.bfloat16)
   drafter = assembly.structs(lambda: DFlash(config, jnp.bfloat16, nnx.Rngs(0)))
@@ -96,6 +107,25 @@ def shapes_of(preset: str) -> Counter[Shape]:
   )
   # The drafter reads the target's head as well.
   return found + Counter([head])
+
+
+def chosen_shapes(preset: str, texts: Sequence[str]) -> Counter[Shape]:
+  """Those of `shapes_of` that a flag names, OUTxIN each; all where it is empty.
+
+  Raises:
+    SpecPilotError: as `shapes_of`; a text of another form.
+  """
+  known = shapes_of(preset)
+  if not texts:
+    return known
+  chosen = Counter()
+  for text in texts:
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(s.isdecimal() and int(s) for s in sizes):
+      raise SpecPilotError(f"shape {text!r} is not of the form OUTxIN")
+    shape = (int(sizes[0]), int(sizes[1]))
+    chosen[shape] = known.get(shape, 1)
+  return chosen
 
 
 def parse_rows(texts: Sequence[str]) -> list[int]:
@@ -196,7 +226,19 @@ def w12_case(
     _each(product),
     (xs, packed),
     tile,
-    view,
+    "view" if view else "w12",
+  )
+
+
+def shipped_case(xs, packed, *, view: bool, implementation: Any) -> Case:
+  """The product as a model has it: whichever kernel an implementation takes."""
+
+  def product(x, w):
+    return w12_matmul.matmul(x, w, view=view, implementation=implementation)
+
+  kind = "view" if view else "w12"
+  return Case(
+    f"{kind} {implementation}", _each(product), (xs, packed), kind=kind
   )
 
 
@@ -214,8 +256,8 @@ def compiled(cases: Sequence[Case]) -> list[Case]:
       return None
     return dataclasses.replace(case, run=executable)
 
-  alone = [case for case in cases if case.tile is None]
-  others = [case for case in cases if case.tile is not None]
+  alone = [case for case in cases if case.kind == "xla"]
+  others = [case for case in cases if case.kind != "xla"]
   with concurrent.futures.ThreadPoolExecutor() as pool:
     done = list(pool.map(attempt, others))
   return [c for c in [*map(attempt, alone), *done] if c is not None]
@@ -248,12 +290,11 @@ def kernel_us(cases: Sequence[Case]) -> list[float]:
     raise SpecPilotError(
       f"the profile shows {len(groups)} cases, {len(cases)} were run"
     )
-  launches = REPEATS * BUFFERS
   return [
     1e-3
     * kernels.union_ns([(k.start_ns, k.duration_ns) for k in group])
-    / launches
-    for group in groups
+    / (REPEATS * case.launches)
+    for case, group in zip(cases, groups, strict=True)
   ]
 
 
@@ -275,10 +316,9 @@ def best(cases: Sequence[Case], times: Sequence[float]) -> dict[str, Any]:
   for case, us in sorted(
     zip(cases, times, strict=True), key=lambda pair: pair[1]
   ):
-    kind = "xla" if case.tile is None else "view" if case.view else "w12"
-    if kind not in out:
+    if case.kind not in out:
       tile = None if case.tile is None else dataclasses.asdict(case.tile)
-      out[kind] = {"us": us, "label": case.label, "tile": tile}
+      out[case.kind] = {"us": us, "label": case.label, "tile": tile}
   return out
 
 
@@ -355,7 +395,7 @@ def measure_shape(
     every = [
       {"tile": dataclasses.asdict(case.tile), "us": us}
       for case, us in zip(cases, times, strict=True)
-      if case.tile is not None and not case.view
+      if case.kind == "w12"
     ]
     one = {"shape": shape, "count": count, "rows": n, "tiles": every}
     found.append(one | best(cases, times))

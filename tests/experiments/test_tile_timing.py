@@ -94,9 +94,9 @@ def test_best_and_summary():
   cases = [
     tile_timing.Case("xla dot", None, ()),
     tile_timing.Case("xla other", None, ()),
-    tile_timing.Case("w12 slow", None, (), tile),
-    tile_timing.Case("w12 fast", None, (), tile),
-    tile_timing.Case("view", None, (), tile, True),
+    tile_timing.Case("w12 slow", None, (), tile, "w12"),
+    tile_timing.Case("w12 fast", None, (), tile, "w12"),
+    tile_timing.Case("view", None, (), tile, "view"),
   ]
   found = tile_timing.best(cases, [12.0, 10.0, 9.0, 8.0, 5.0])
   assert found["xla"]["label"] == "xla other"

@@ -1,10 +1,12 @@
 """What the clock of a timed request holds."""
 
+import threading
 from unittest import mock
 
 import jax
 
 from experiments import timed
+from specpilot_jax import compilation
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.decoding import kit
@@ -27,3 +29,31 @@ def test_the_device_is_idle_between_requests():
   # What the step behind the request's last one leaves.
   left = {id(x) for x in jax.tree.leaves(engine._carry)}
   assert left and left <= waited
+
+
+def test_systems_behind_the_second_are_compiled_side_by_side():
+  met = threading.Barrier(2, timeout=60)
+
+  class Waiting(Engine):
+    """Compiles once another one does so too."""
+
+    def warm_up(self, sampling=None):
+      met.wait()
+      super().warm_up(sampling)
+
+  settings = mock.Mock(sampling=SamplingParams(max_tokens=2), num_warmups=1)
+  folder = mock.Mock()
+  with kit.quick_compilation():
+    model = kit.build(kit.hybrid(), "float32")
+    kinds = {"ar": Engine, "stock": Engine, "one": Waiting, "two": Waiting}
+    engines = {n: kind(model, max_seq_len=64) for n, kind in kinds.items()}
+    prompt = mock.Mock(token_ids=[1, 2, 3])
+    with mock.patch.object(compilation, "workers", lambda: 2):
+      told = timed.warm_up(settings, engines, [prompt], folder)
+    before = compilation.num_compilations()
+    for engine in engines.values():
+      engine.generate([1, 2, 3], settings.sampling)
+  assert list(told) == list(kinds)
+  assert all(each["executables"] > 0 for each in told.values())
+  assert compilation.num_compilations() == before
+  assert folder.event.call_count == 4

@@ -1,0 +1,98 @@
+"""What is timed of the kernels as they ship, and what is made of the times."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import devices, kernel_times, tile_timing
+from specpilot_jax import configs
+from tests.decoding import kit
+
+
+@pytest.fixture
+def us(monkeypatch):
+  """Every case takes a microsecond more than the one before."""
+
+  def kernel_us(cases):
+    return [10.0 + i for i, _ in enumerate(cases)]
+
+  monkeypatch.setattr(tile_timing, "kernel_us", kernel_us)
+
+
+def test_products_beside_xla(us):
+  found = kernel_times.products((64, 128), 3, [2], [2], ["interpret"])
+  assert [sorted({"w12", "view"} & set(one)) for one in found] == [
+    ["w12"],
+    ["view"],
+  ]
+  # bfloat16 outputs of the right matrix: half a unit in the last place.
+  assert all(0 < one["error"] < 2**-8 for one in found)
+  assert all(one["xla"]["us"] == 10 for one in found)
+  assert found[0]["w12"]["us"] == 12 and found[1]["view"]["us"] == 13
+  other = found[0] | {"shape": (64, 384), "count": 1, "w12": {"us": 5.0}}
+  text = kernel_times.summary(
+    [*found, other | {"w12": {"us": 5.0, "label": ""}}]
+  )
+  # Three matrices of 10 / 12 and one of as many bytes of 2.
+  assert "w12, 2 rows: 1.417 weighted by bytes" in text
+  assert "view, 2 rows: 0.769 over a pass's products" in text
+
+
+def test_a_wrong_product_shows(us, monkeypatch):
+  """The error is of the output that was timed."""
+  monkeypatch.setattr(
+    tile_timing,
+    "shipped_case",
+    lambda xs, packed, view, implementation: tile_timing.Case(
+      "w12 wrong",
+      jax.jit(lambda xs, packed: [jnp.zeros((2, 64), jnp.bfloat16)] * 6),
+      (xs, packed),
+      kind="w12",
+    ),
+  )
+  found = kernel_times.products((64, 128), 1, [2], [], ["wrong"])
+  assert found[0]["error"] == 1
+
+
+def test_operations_of_a_tree(us, monkeypatch):
+  monkeypatch.setattr(kernel_times, "LAYERS", 2)
+  monkeypatch.setattr(kernel_times, "KEYS_BYTES", 1)
+  config = kit.hybrid()
+  operations = [
+    *kernel_times.recurrent(config, [17]),
+    *kernel_times.attention(config, [2], [24], ["reference"]),
+  ]
+  names = ["gdn_decode", "gdn_verify 17 nodes", "gdn_commit 17 nodes"]
+  names.append("tree_attention 2 nodes at 24")
+  assert [o.name for o in operations] == names
+  assert {o.implementation for o in operations[:3]} == {"triton"}
+  here = [
+    dataclasses.replace(o, implementation="reference") for o in operations
+  ]
+
+  def nothing(q, *_, implementation):
+    return q if implementation == "reference" else 0 * q
+
+  wrong = dataclasses.replace(here[-1], call=nothing, implementation="triton")
+  device = devices.lookup("NVIDIA H200")
+  found = kernel_times.time_operations(iter(here), device)
+  assert [one["operation"] for one in found] == names
+  # Activations in bfloat16 beside the same numbers in float32.
+  assert all(0 <= one["error"] < 0.02 for one in found)
+  assert found[0]["us"] == 10
+  state = 4 * 48 * 128 * 128
+  whole = kernel_times.recurrent(configs.preset("Qwen3.8-27B"), [])
+  assert next(whole).nbytes == 2 * state
+  found = kernel_times.time_operations(iter([wrong]), device)
+  assert found[0]["error"] == 1
+
+
+def test_a_tree_of_chains():
+  mask = kernel_times.chain_and_bush(32)
+  assert mask.sum(axis=1).tolist() == [
+    *range(1, 17),
+    *range(2, 10),
+    *range(3, 11),
+  ]
