@@ -1,10 +1,12 @@
 """float32 scores of outputs whose gaps lie above a bfloat16 tolerance.
 
 The scoring pass rounds as the systems do, so in bfloat16 a gap above the
-tolerance may be the pass's own. A copy of the target in float32 scores such
-outputs again with the same code; `token_forcing` says what follows from it.
+tolerance may be the pass's own. A target in float32 around the same matrices,
+each widened for its product, scores such outputs again with the same code;
+`token_forcing` says what follows from it.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,27 +15,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import plan, results, token_forcing
+from pallas_kernels.fp8_array import FP8Array
 from specpilot_jax import footprint
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import assembly, layers
 from specpilot_jax.models import target as target_lib
 
 DTYPE = "float32"
 
 
 class Arbiter:
-  """Scores recorded outputs with a float32 copy of a target.
+  """Scores recorded outputs with a target's weights in float32.
 
-  The copy and its engine are made once, when a first output needs them.
+  It holds no second copy of the matrices. The float32 target and its engine
+  are made once, when a first output needs them.
 
   Args:
     target: that scored in its own dtype; it stays where it is.
     max_seq_len, prefill_chunk: of the engine that scored.
-    planned: bytes that the run holds beside the copy, by its memory plan.
+    planned: bytes that the run holds beside it, by its memory plan.
 
   Attributes:
-    made: whether there is a copy.
-    needed: bytes of the copy with caches and workspace, by purpose.
+    made: whether there is one.
+    needed: bytes that it takes with caches and workspace, by purpose.
   """
 
   def __init__(
@@ -52,7 +58,7 @@ class Arbiter:
     self._known: dict[tuple[str, float], np.ndarray] = {}
     self.needed = plan.memory(
       target.config, None, dtype=DTYPE, drafting=0, plain=1, **self._shape
-    )
+    ) | {"target": _own_bytes(target)}
 
   @property
   def made(self) -> bool:
@@ -66,7 +72,7 @@ class Arbiter:
       cut_tolerance: as `Engine.score` takes it.
 
     Raises:
-      token_forcing.Unavailable: the copy does not fit beside what is held, or
+      token_forcing.Unavailable: it does not fit beside what is held, or
         the device refuses it.
     """
     key = (token_forcing.output_key(record), cut_tolerance)
@@ -94,12 +100,37 @@ class Arbiter:
     available = footprint.device_bytes()
     if available is not None and held + needed > available:
       raise SpecPilotError(
-        f"a copy needs {needed / 1e9:.3g} GB beside the {held / 1e9:.3g} that"
+        f"it needs {needed / 1e9:.3g} GB beside the {held / 1e9:.3g} that"
         f" are held, the device offers {available / 1e9:.3g}"
       )
-    config = self._target.config
-    wanted = target_lib.structs(config, jnp.dtype(DTYPE))
-    own = target_lib.parameters(self._target)
-    arrays = {name: own[name].astype(x.dtype) for name, x in wanted.items()}
-    copy = target_lib.assemble(config, arrays, jnp.dtype(DTYPE))
-    return Engine(copy, **self._shape)
+    config, dtype = self._target.config, jnp.dtype(DTYPE)
+    own = assembly.leaves(self._target)
+    arrays = {
+      name: own[name]
+      if _is_shared(name, own[name])
+      else own[name].astype(dtype)
+      for name in target_lib.structs(config, dtype)
+    }
+    wide = target_lib.assemble(config, arrays, dtype, narrower=True)
+    decoder = self._target.kernels.w12_matmul
+    return Engine(
+      layers.by_definition(wide, decoder),
+      system=SystemConfig(weights=self._target.weights),
+      **self._shape,
+    )
+
+
+def _is_shared(name: str, leaf: assembly.Leaf) -> bool:
+  return layers.is_matrix(name, leaf.shape) and not isinstance(leaf, FP8Array)
+
+
+def _own_bytes(target: target_lib.Target) -> int:
+  """What is not shared, and two matrices of the largest, widened."""
+  size = jnp.dtype(DTYPE).itemsize
+  own, shared = 0, [0]
+  for name, leaf in assembly.leaves(target).items():
+    if _is_shared(name, leaf):
+      shared.append(size * math.prod(leaf.shape))
+    else:
+      own += leaf.astype(jnp.dtype(DTYPE)).nbytes
+  return own + 2 * max(shared)

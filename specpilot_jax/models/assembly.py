@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import w12_array
 from pallas_kernels.fp8_array import FP8Array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import layers
 
 Leaf = jax.Array | W12Array | FP8Array
 
@@ -63,7 +65,11 @@ def check_names(
 
 
 def assemble[M: nnx.Module](
-  what: str, make: Callable[[], M], arrays: Mapping[str, Leaf]
+  what: str,
+  make: Callable[[], M],
+  arrays: Mapping[str, Leaf],
+  *,
+  narrower: bool = False,
 ) -> M:
   """The module that `make` describes, around the given arrays.
 
@@ -72,6 +78,8 @@ def assemble[M: nnx.Module](
     make: makes the module; traced for shapes only.
     arrays: of the names, shapes and dtypes of `structs(make)`; they are used
       as they are, wherever they lie. Any matrix may be in W12 or FP8.
+    narrower: whether matrices may be in bfloat16 where `make` has a wider
+      dtype; products widen them.
 
   Raises:
     SpecPilotError: a missing or extra name, a wrong shape or dtype.
@@ -83,7 +91,9 @@ def assemble[M: nnx.Module](
     name = ".".join(map(str, path))
     array = arrays[name]
     # The values of a matrix in W12 are those of the same in bfloat16.
-    packed = isinstance(array, W12Array)
+    widened = narrower and layers.is_matrix(name, array.shape)
+    widened &= array.dtype == jnp.bfloat16
+    packed = isinstance(array, W12Array) or widened
     fields = ("shape",) if packed else ("shape", "dtype")
     for field in fields:
       own, expected = getattr(array, field), getattr(leaf, field)

@@ -70,7 +70,8 @@ def matmul(
 
   Args:
     x: activations; their dtype is the dtype of the result unless `out_dtype`.
-    weight: [out, in], as checkpoints store it.
+    weight: [out, in], as checkpoints store it; one in a narrower dtype than x
+      is widened for the product.
     w12: implementation for weights in W12; of so many rows that no kernel
       takes them, a product with the decoded matrix.
     view: one of `VIEWS`: the product with that view of a weight in W12, and
@@ -104,6 +105,10 @@ def matmul(
     if w12 != "reference" and few and not definition:
       return few_rows(out_dtype, w12)(x, weight)
     weight = w12_decode.decode(weight, implementation=w12).astype(x.dtype)
+  elif weight.dtype != x.dtype:
+    # Not before its turn: all matrices at once might not fit.
+    weight, x = lax.optimization_barrier((weight, x))
+    weight = weight.astype(x.dtype)
   if n == 1 and _sums_rows(x, weight):
     return sum_of_products(out_dtype)(x, weight)
   # A bfloat16 result is still accumulated in float32, and rounded once.
@@ -285,14 +290,21 @@ def read_view[M: nnx.Module](module: M, view: str) -> M:
   return module
 
 
-def by_definition[M: nnx.Module](module: M) -> M:
+def by_definition[M: nnx.Module](
+  module: M, decoder: W12Implementation | None = None
+) -> M:
   """The module, none of its products a kernel's.
 
   Kernels take prompts too, so what judges their outputs has to be told.
+
+  Args:
+    decoder: what decodes W12 before a product; None is what the module has.
   """
   for _, part in nnx.iter_modules(module):
     if isinstance(part, Linear | Embedding):
       part.definition = True
+      if decoder is not None:
+        part.w12 = decoder
   return module
 
 

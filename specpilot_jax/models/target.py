@@ -214,6 +214,8 @@ def assemble(
   arrays: Mapping[str, assembly.Leaf],
   dtype,
   kernels: Kernels = REFERENCE,
+  *,
+  narrower: bool = False,
 ) -> Target:
   """A target around arrays that are on the device already; nothing is copied.
 
@@ -223,13 +225,16 @@ def assemble(
       that is wanted; not checked for NaN or infinity.
     dtype: of activations and weights.
     kernels: implementations of its operations.
+    narrower: whether matrices may be in bfloat16 where `dtype` is wider.
 
   Raises:
     SpecPilotError: a missing or extra name, a wrong shape or dtype, kernels
       that cannot run here.
   """
   kernels_lib.check(kernels, config, str(jnp.dtype(dtype)))
-  return assembly.assemble(config.name, _make(config, dtype, kernels), arrays)
+  return assembly.assemble(
+    config.name, _make(config, dtype, kernels), arrays, narrower=narrower
+  )
 
 
 def check_dtype(dtype: str) -> None:
