@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments import plan, results, token_forcing
 from pallas_kernels.fp8_array import FP8Array
+from pallas_kernels.w12_array import W12Array
 from specpilot_jax import footprint
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.engine import Engine
@@ -106,9 +107,7 @@ class Arbiter:
     config, dtype = self._target.config, jnp.dtype(DTYPE)
     own = assembly.leaves(self._target)
     arrays = {
-      name: own[name]
-      if _is_shared(name, own[name])
-      else own[name].astype(dtype)
+      name: _widened(name, own[name])
       for name in target_lib.structs(config, dtype)
     }
     wide = target_lib.assemble(config, arrays, dtype, narrower=True)
@@ -120,8 +119,13 @@ class Arbiter:
     )
 
 
-def _is_shared(name: str, leaf: assembly.Leaf) -> bool:
-  return layers.is_matrix(name, leaf.shape) and not isinstance(leaf, FP8Array)
+def _widened(name: str, leaf: assembly.Leaf) -> assembly.Leaf:
+  """The leaf in float32, or itself where a product widens it."""
+  if isinstance(leaf, W12Array) or (
+    layers.is_matrix(name, leaf.shape) and not isinstance(leaf, FP8Array)
+  ):
+    return leaf
+  return leaf.astype(jnp.dtype(DTYPE))
 
 
 def _own_bytes(target: target_lib.Target) -> int:
@@ -129,8 +133,9 @@ def _own_bytes(target: target_lib.Target) -> int:
   size = jnp.dtype(DTYPE).itemsize
   own, shared = 0, [0]
   for name, leaf in assembly.leaves(target).items():
-    if _is_shared(name, leaf):
+    wide = _widened(name, leaf)
+    if wide is leaf:
       shared.append(size * math.prod(leaf.shape))
     else:
-      own += leaf.astype(jnp.dtype(DTYPE)).nbytes
+      own += wide.nbytes
   return own + 2 * max(shared)

@@ -28,6 +28,7 @@ from experiments.tile_timing import Case, Shape
 from pallas_kernels import (
   gdn_commit,
   gdn_decode,
+  gdn_prefill,
   gdn_verify,
   tree_attention,
   w12_array,
@@ -59,6 +60,8 @@ _SHAPES = flags.DEFINE_list(
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
+RUNS = (128, 512)
+"""Tokens of a run of prompt."""
 LAYERS = 24
 """States that take turns: 75 MB of them at 48 heads of 128 by 128."""
 KEYS_BYTES = 100 << 20
@@ -220,18 +223,29 @@ def recurrent(
       _normal(k[4], (heads, key, value), scale=0.1),
     )
 
-  def one_token(mixed, projected, a_log, dt_bias, state, **kwargs):
-    conv = mixed[:3].astype(jnp.bfloat16)
-    taps = mixed[3:7].T.astype(jnp.bfloat16)
-    return gdn_decode.decode(
-      projected[0], conv, taps, a_log, dt_bias, state, jnp.bool_(True),
-      key_heads=key_heads, **kwargs,
-    )  # fmt: skip
+  def token(seed):
+    mixed, projected, a_log, dt_bias, state = layer(seed, 8)
+    conv, taps = mixed[:3], mixed[3:7].T
+    narrow = [x.astype(jnp.bfloat16) for x in (conv, taps)]
+    return projected[0], *narrow, a_log, dt_bias, state, jnp.bool_(True)
 
   yield Operation(
-    "gdn_decode", one_token, [layer(i, 8) for i in range(LAYERS)], "triton",
+    "gdn_decode",
+    functools.partial(gdn_decode.decode, key_heads=key_heads),
+    [token(i) for i in range(LAYERS)],
+    "triton",
     2 * state_bytes,
-  )  # fmt: skip
+  )
+  for n in RUNS:
+    layers = [(*layer(i, n), jnp.int32(n)) for i in range(LAYERS)]
+    for implementation in ("triton", "reference"):
+      yield Operation(
+        f"gdn_prefill {n} tokens",
+        functools.partial(gdn_prefill.prefill, key_heads=key_heads),
+        layers,
+        implementation,
+        2 * state_bytes + 4 * n * (channels + heads * value),
+      )
   for n in counts:
     mask = jnp.asarray(chain_and_bush(n))
     layers = [(*layer(i, n), mask) for i in range(LAYERS)]

@@ -239,10 +239,11 @@ def main() -> None:
     print(f"report: {report.rewrite(Path(_OUTPUT_DIR.value))}")
     return
   load = read_load()
-  if load is not None and _JOB.value not in ("benchmark", "token_force"):
+  jobs = ("benchmark", "profile", "token_force")
+  if load is not None and _JOB.value not in jobs:
     raise SpecPilotError(
       f"--job={_JOB.value} decodes one request at a time: --max_concurrency,"
-      " --request_rate and --arrivals are of --job=benchmark"
+      " --request_rate and --arrivals are of --job=benchmark and --job=profile"
     )
   try:
     if _JOB.value == "token_force":
@@ -267,7 +268,9 @@ def main() -> None:
       told = read_controller(read_settings)
       status = faults.run(read_settings(), told.faults, *told.fault_requests)
     elif load is not None:
-      status = serving.run(read_settings(), load)
+      status = serving.run(
+        read_settings(), load, profile=_JOB.value == "profile"
+      )
     else:
       status = benchmark.run(read_settings(), profile=_JOB.value == "profile")
   except MeasurementError as e:

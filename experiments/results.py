@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -172,9 +173,15 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
   write_whole(folder / RESULT, as_text(result))
 
 
+_LONG_LIST = re.compile(r"\[\n\s*([^\[\]{}\"]*?)\n\s*\]")
+"""A list of numbers over several lines; no string holds a line's end."""
+
+
 def as_text(content: Any) -> str:
-  """A JSON file's text."""
-  return json.dumps(to_json(content), indent=1, allow_nan=False) + "\n"
+  """A JSON file's text; a list of numbers is one line."""
+  text = json.dumps(to_json(content), indent=1, allow_nan=False)
+  text = _LONG_LIST.sub(lambda m: f"[{' '.join(m[1].split())}]", text)
+  return text + "\n"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -395,7 +395,7 @@ def measure_shape(
     every = [
       {"tile": dataclasses.asdict(case.tile), "us": us}
       for case, us in zip(cases, times, strict=True)
-      if case.kind == "w12"
+      if case.tile is not None and case.kind == "w12"
     ]
     one = {"shape": shape, "count": count, "rows": n, "tiles": every}
     found.append(one | best(cases, times))

@@ -40,13 +40,14 @@ def is_kernel(implementation: str) -> bool:
 class Kernels:
   """The implementation of every operation that has a kernel.
 
-  Passes over a run of prompt take the references, as products with weights
-  bound them, but for those products: `fp8_matmul` and `w12_matmul`, the latter
-  up to the rows that it takes. Scores of a kernel's outputs come from the
-  definition, products too.
+  Passes over a run of prompt take the references, but for `gdn_prefill` and the
+  products with weights: `fp8_matmul` and `w12_matmul`, the latter up to the
+  rows that it takes. Scores of a kernel's outputs come from the definition,
+  those of runs and products too.
 
   Attributes:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).
+    gdn_prefill: its run of prompt (`gdn_prefill.prefill`).
     gdn_verify: its nodes of a tree (`gdn_verify.verify`).
     gdn_commit: its state after an accepted path (`gdn_commit.commit`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
@@ -58,6 +59,7 @@ class Kernels:
   """
 
   gdn_decode: Implementation = "reference"
+  gdn_prefill: Implementation = "reference"
   gdn_verify: VerifyImplementation = "reference"
   gdn_commit: Implementation = "reference"
   tree_attention: AttentionImplementation = "reference"

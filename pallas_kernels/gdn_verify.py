@@ -7,6 +7,8 @@ plain JAX a dozen operations per layer, as a kernel a single launch.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +234,6 @@ def _program(
   nodes = [pl.ds(*x) for x in tiles]
   number = range(len(tiles))
   pairs = [(i, j) for i in number for j in range(i + 1)]
-  split = functools.partial(halves.split, products=products)
 
   state = state_ref[...]  # [K, columns]
   rate, bias = a_log_ref[head], dt_bias_ref[head]
@@ -244,11 +245,78 @@ def _program(
   q = [q_ref[i, :] for i in nodes]
   v = [_after_the_loads(x) for x in v]
 
+  def updated(i, u):
+    u_ref[nodes[i], :] = u
+
+  def output(i, o, decay):
+    o_ref[nodes[i], :] = o
+    decay_ref[nodes[i]] = decay  # each program of a head writes the same
+
+  solved = solve(
+    q, k, v, a, b, rate, seen, state, products,
+    updated=updated, output=output,
+  )  # fmt: skip
+
+  @pl.when((head % repeat == 0) & (block == 0))
+  def _():
+    for i in number:
+      key_ref[nodes[i], :] = solved.keys[i]
+
+
+class Solved(NamedTuple):
+  """Nodes of a tree behind `solve`, in tiles of rows.
+
+  Attributes:
+    keys: normalised, [rows, K].
+    updates: u over `up`, in two halves.
+    decay: sums of g along the paths, [rows].
+    up: power of two of each column.
+  """
+
+  keys: list[Array]
+  updates: list[Sequence[Array]]
+  decay: list[Array]
+  up: Array
+
+
+def solve(
+  q: list[Array],
+  k: list[Array],
+  v: list[Array],
+  a: list[Array],
+  b: list[Array],
+  rate: Array,
+  seen: dict[tuple[int, int], Array],
+  state: Array,
+  products: int,
+  *,
+  updated: Callable[[int, Array], None],
+  output: Callable[[int, Array, Array], None],
+  live: list[Array] | None = None,
+) -> Solved:
+  """The tree form of the delta rule for one value head, inside of a kernel.
+
+  Args:
+    q, k: [rows, K] by tile of rows, not yet normalised.
+    v: [rows, columns].
+    a, b: what the gates are made of, [rows]; the bias is in a.
+    rate: a_log.
+    seen: masks between tiles, of (i, j) for j <= i.
+    state: [K, columns].
+    products: see `products_for`.
+    updated, output: take a tile's u; its o and path log-decays. Called where
+      they are known, so that they need not be kept.
+    live: rows that change anything; all of them where None.
+  """
+  number = range(len(k))
+  pairs = [(i, j) for i in number for j in range(i + 1)]
+  split = functools.partial(halves.split, products=products)
+
   # The state and what is solved for, in the range of halves.
   down, up = halves.window(  # [1, columns]
     functools.reduce(jnp.maximum, [_largest(x) for x in (state, *v)])[None, :]
   )
-  state = split(state * down)
+  before = split(state * down)
   k = [gated_delta.l2_normalize(x) for x in k]
   q = [gated_delta.l2_normalize(x) for x in q]  # times K^-0.5 in the end
   scale = k[0].shape[1] ** -0.5
@@ -260,17 +328,21 @@ def _program(
   for i in number:
     for j in range(i + 1):
       kk[i, j] = halves.dot(keys[i], across[j])
-    k_state.append(halves.dot(keys[i], state))
+    k_state.append(halves.dot(keys[i], before))
   for i in number:
     queries = split(q[i])
     for j in range(i + 1):
       qk[i, j] = halves.dot(queries, across[j])
-    q_state.append(halves.dot(queries, state))
+    q_state.append(halves.dot(queries, before))
 
-  beta = [jax.nn.sigmoid(x)[:, None] for x in b]
+  beta = [jax.nn.sigmoid(x) for x in b]
   softplus = [jnp.maximum(x, 0) + jnp.log(1 + jnp.exp(-jnp.abs(x))) for x in a]
   g = [-jnp.exp(rate) * x for x in softplus]
-  decay = [jnp.zeros(rows, jnp.float32) for _, rows in tiles]
+  if live is not None:
+    beta = [jnp.where(x, y, 0.0) for x, y in zip(live, beta, strict=True)]
+    g = [jnp.where(x, y, 0.0) for x, y in zip(live, g, strict=True)]
+  beta = [x[:, None] for x in beta]
+  decay = [jnp.zeros(x.shape[0], jnp.float32) for x in k]
   for i, j in pairs:
     seen_g = jnp.where(seen[i, j], g[j][None, :], 0.0)
     decay[i] += jnp.sum(seen_g, axis=1)
@@ -283,13 +355,13 @@ def _program(
     weights[i, j] = split(qk[i, j] * ratio)
     system[i, j] = beta[i] * kk[i, j] * ratio
     if i == j:
-      row, column = _indices(tiles[i][1])
+      row, column = _indices(k[i].shape[0])
       system[i, i] = jnp.where(row != column, system[i, i], 0.0)
   inverse = _unit_lower_inverses([system[i, i] for i in number])
 
   # The inverse is rough; a step of refinement squares its error. What is left
   # of the right-hand side takes three products whatever the others take.
-  u = []
+  u: list[Sequence[Array]] = []
   for i in number:
     kept = _exp(decay[i])[:, None]
     right = beta[i] * (v[i] * down - kept * k_state[i])
@@ -301,18 +373,13 @@ def _program(
     left -= halves.dot(halves.split(system[i, i], 3), halves.split(solved, 3))
     solved += halves.dot(rough, halves.split(left, 1))
     u.append(halves.split(solved, 3))
-    u_ref[nodes[i], :] = solved * up
+    updated(i, solved * up)
   for i in number:
     o = _exp(decay[i])[:, None] * q_state[i]
     for j in range(i + 1):
       o += halves.dot(weights[i, j], u[j][: len(weights[i, j])])
-    o_ref[nodes[i], :] = o * (up * scale)
-    decay_ref[nodes[i]] = decay[i]  # each program of a head writes the same
-
-  @pl.when((head % repeat == 0) & (block == 0))
-  def _():
-    for i in number:
-      key_ref[nodes[i], :] = k[i]
+    output(i, o * (up * scale), decay[i])
+  return Solved(keys=k, updates=u, decay=decay, up=up)
 
 
 @dispatch.once("key_heads", "implementation")

@@ -19,6 +19,7 @@ from specpilot_jax.errors import SpecPilotError
 _GDN_SIZES = ("gdn_key_head_dim", "gdn_value_head_dim")
 _POWERS_OF_TWO = {
   "gdn_decode": _GDN_SIZES,
+  "gdn_prefill": _GDN_SIZES,
   "gdn_verify": _GDN_SIZES,
   "gdn_commit": _GDN_SIZES,
   "tree_attention": ("head_dim",),

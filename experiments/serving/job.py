@@ -29,7 +29,8 @@ from experiments import (
 )
 from experiments.ablation import compare as ablation
 from experiments.console import Progress, say, table
-from experiments.serving import drive, section
+from experiments.cost_model import measure
+from experiments.serving import drive, passes, section
 from experiments.serving.arrivals import Level
 from experiments.serving.settings import LoadSettings
 from experiments.settings import AR, STOCK, Settings
@@ -60,6 +61,7 @@ class _Run:
   folder: results.RunFolder
   label: Mapping[str, Any]
   deadline: float
+  profile: bool = False
 
   @functools.cache  # noqa: B019  (lives as long as the run)
   def _prepared(self, weights: str, plain: bool):
@@ -137,8 +139,14 @@ class _Run:
     }
 
 
-def run(settings: Settings, load: LoadSettings) -> int:
+def run(
+  settings: Settings, load: LoadSettings, *, profile: bool = False
+) -> int:
   """Serves all loads by all systems; returns the exit status.
+
+  Args:
+    settings, load: what to run.
+    profile: on a GPU, also time the passes of every system by class.
 
   Returns:
     0, or 1 where something was compiled while requests were served, or token
@@ -158,6 +166,10 @@ def run(settings: Settings, load: LoadSettings) -> int:
   if settings.output_dir is not None:
     results.check_output_dir(settings.output_dir)
   loading.prepare_jax(settings.dtype)
+  if profile:
+    if jax.default_backend() != "gpu":
+      raise SpecPilotError("passes of a load are profiled on a GPU alone")
+    measure.prepare()
   if settings.card is not None:
     plan.check_card(settings.card)
   source = loading.open_target(settings.target)
@@ -183,7 +195,8 @@ def run(settings: Settings, load: LoadSettings) -> int:
   if settings.token_forcing:
     store.check_writable()
   env = environment.describe(settings.flags, model.target)
-  result = results.empty_result("benchmark")
+  job = "profile" if profile else "benchmark"
+  result = results.empty_result(job)
   result["environment"] = env
   result["deployment"] = benchmark.deployment(settings, model, env, room)
   result["deployment"]["batch"] = load.slots
@@ -204,7 +217,7 @@ def run(settings: Settings, load: LoadSettings) -> int:
   names = ", ".join(level.name for level in load.levels)
   say(f"loads: {names}, at most {load.slots} requests at once")
   say(f"results: {folder.path}")
-  folder.event("run_started", job="benchmark", environment=env)
+  folder.event("run_started", job=job, environment=env)
   try:
     clock.lap("load")
     told = _Run(
@@ -217,6 +230,7 @@ def run(settings: Settings, load: LoadSettings) -> int:
       folder=folder,
       label=environment.run_label(env),
       deadline=clock.deadline,
+      profile=profile,
     )
     records = _measure(told, result, clock, peaks)
     if settings.ablation:
@@ -299,6 +313,8 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
           "profile": policy.profile.told() if policy.profile else None,
         }
         told.folder.event("served", system=name, level=level.name)
+        if told.profile:
+          extras[key]["passes"] = _profiled(told, key, policy)
         # Its slots are free before those of the next level are made.
         del policy
         gc.collect()
@@ -319,6 +335,18 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
   }
   _beside_stock(result["systems"])
   return records
+
+
+def _profiled(
+  told: _Run, key: str, policy: batching.BatchPolicy
+) -> list[dict[str, Any]]:
+  """The passes of a system, over requests of median length."""
+  orders = sorted(told.orders(), key=lambda order: len(order.prompt))
+  order = orders[len(orders) // 2]
+  found = passes.profile(policy, order.prompt, order.sampling)
+  say(f"passes of {key}, us:")
+  say(table(passes.HEADER, passes.rows(found)))
+  return found
 
 
 def _beside_stock(systems: dict[str, dict[str, Any]]) -> None:

@@ -106,22 +106,48 @@ def measure(
   return profile
 
 
-def _timed(engine: BatchEngine, call: Callable[[int], Any], at: int) -> float:
+def _timed(
+  engine: BatchEngine, call: Callable[[int], Any], times: int
+) -> float:
   """Microseconds of a call, of several in a row."""
   engine.wait()
   before = time.perf_counter()
-  for i in range(_TIMED_STEPS):
-    call(at + i)
+  for i in range(times):
+    call(i)
   engine.wait()
-  return 1e6 * (time.perf_counter() - before) / _TIMED_STEPS
+  return 1e6 * (time.perf_counter() - before) / times
 
 
-def _rounds(engine: BatchEngine, call: Callable[[int], Any]) -> float:
+def _rounds(
+  engine: BatchEngine,
+  call: Callable[[int], Any],
+  times: int = _TIMED_STEPS,
+  again: Callable[[], None] = lambda: None,
+) -> float:
+  """Of the shortest round.
+
+  Args:
+    call: the i-th of a round.
+    again: before every round.
+  """
+  again()
   call(0)
+  found = []
+  for _ in range(_TIMED_ROUNDS):
+    again()
+    found.append(_timed(engine, call, times))
   # What disturbs a machine makes steps longer, never shorter.
-  return min(
-    _timed(engine, call, 1 + i * _TIMED_STEPS) for i in range(_TIMED_ROUNDS)
-  )
+  return min(found)
+
+
+def _reads(engine: BatchEngine, most: int) -> tuple[int, int]:
+  """Tokens of a chunk, and chunks that a prompt has room for.
+
+  Whole ones: kernels stop where a chunk does.
+  """
+  room = engine.max_seq_len - 2
+  count = min(most, room)
+  return count, min(_TIMED_STEPS, room // count)
 
 
 def _admit(engine, slot: int, sampling, prompt: int, tokens: int) -> None:
@@ -146,25 +172,37 @@ def _step_us(engine, slots, limits, sampling, rider: bool) -> float:
   # pass has its shape all the same.
   reader = min(slots, engine.slots - 1) if rider else None
   stepped = [s for s in range(slots) if s != reader]
+  count, times = _reads(engine, engine.rider_chunk or 1)
   try:
     for slot in stepped:
       _admit(engine, slot, sampling, 1, _CALLS + 1)
-    if reader is not None:
-      _admit(engine, reader, sampling, _CALLS + 1, 1)
+    if reader is None:
+      return _rounds(engine, lambda i: engine.step(stepped, limits, ()))
 
-    def call(i: int) -> None:
-      riders = () if reader is None else ((reader, Chunk(i, 1)),)
-      engine.step(stepped, limits, riders)
+    def again() -> None:
+      engine.abort(reader)
+      _admit(engine, reader, sampling, times * count + 1, 1)
 
-    return _rounds(engine, call)
+    def ridden(i: int) -> None:
+      engine.step(stepped, limits, ((reader, Chunk(i * count, count)),))
+
+    return _rounds(engine, ridden, times, again)
   finally:
     for slot in range(engine.slots):
       engine.abort(slot)
 
 
 def _prefill_us(engine, sampling, places: int) -> float:
+  count, times = _reads(engine, places)
+
+  def again() -> None:
+    engine.abort(0)
+    _admit(engine, 0, sampling, times * count + 1, 1)
+
+  def read(i: int) -> None:
+    engine.prefill(0, Chunk(i * count, count), places)
+
   try:
-    _admit(engine, 0, sampling, _CALLS + 1, 1)
-    return _rounds(engine, lambda i: engine.prefill(0, Chunk(i, 1), places))
+    return _rounds(engine, read, times, again)
   finally:
     engine.abort(0)

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, gated_delta, gdn_decode, gdn_verify
+from pallas_kernels import (
+  dispatch,
+  gated_delta,
+  gdn_decode,
+  gdn_prefill,
+  gdn_verify,
+)
 from specpilot_jax.configs import ModelConfig
 from specpilot_jax.models import layers
 from specpilot_jax.models.state import (
@@ -58,6 +64,7 @@ class GatedDeltaNet(nnx.Module):
   ):
     self.config = config
     self.kernels = kernels
+    self.definition = False  # see `layers.by_definition`
     heads = config.gdn_num_value_heads
     acc = layers.accumulation_dtype(dtype)
     rows = config.gdn_conv_dim + config.gdn_value_dim + 2 * heads
@@ -158,8 +165,17 @@ class GatedDeltaNet(nnx.Module):
       return self._decode(fused, nodes, state)
     p = self._convolve(fused, nodes, state)
     if nodes.prefill:
-      o, recurrent = gated_delta.chunk_prefill(
-        *self.inputs(p), state.recurrent, nodes.count
+      o, recurrent = gdn_prefill.prefill(
+        p.mixed,
+        p.fused,
+        self.a_log[...],
+        self.dt_bias[...],
+        state.recurrent,
+        nodes.count,
+        key_heads=self.config.gdn_num_key_heads,
+        implementation=(
+          "reference" if self.definition else self.kernels.gdn_prefill
+        ),
       )
       stash = GDNPrefillStash(recurrent=recurrent, rows=p.rows)
     else:

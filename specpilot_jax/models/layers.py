@@ -293,7 +293,7 @@ def read_view[M: nnx.Module](module: M, view: str) -> M:
 def by_definition[M: nnx.Module](
   module: M, decoder: W12Implementation | None = None
 ) -> M:
-  """The module, none of its products a kernel's.
+  """The module, none of its products and none of its runs a kernel's.
 
   Kernels take prompts too, so what judges their outputs has to be told.
 
@@ -301,10 +301,10 @@ def by_definition[M: nnx.Module](
     decoder: what decodes W12 before a product; None is what the module has.
   """
   for _, part in nnx.iter_modules(module):
-    if isinstance(part, Linear | Embedding):
-      part.definition = True
-      if decoder is not None:
-        part.w12 = decoder
+    if hasattr(part, "definition"):
+      setattr(part, "definition", True)  # noqa: B010
+    if isinstance(part, Linear | Embedding) and decoder is not None:
+      part.w12 = decoder
   return module
 
 

@@ -51,8 +51,12 @@ def tokenizer_files(tokenizer_json: bytes) -> dict[str, bytes]:
     "model_max_length": recipes.TARGET.context_length,
     "clean_up_tokenization_spaces": False,
   }
+  # Without the spaces that are most of it.
+  compact = json.dumps(
+    json.loads(tokenizer_json), ensure_ascii=False, separators=(",", ":")
+  )
   return {
-    "tokenizer.json": tokenizer_json,
+    "tokenizer.json": (compact + "\n").encode(),
     "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
   }
 

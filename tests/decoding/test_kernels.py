@@ -16,6 +16,7 @@ from pallas_kernels import (
   dispatch,
   gdn_commit,
   gdn_decode,
+  gdn_prefill,
   gdn_verify,
   tree_attention,
   tree_growth,
@@ -41,6 +42,7 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 GDN_LAYERS, ATTENTION_LAYERS = 2, 1
 FUNCTIONS = {
   "gdn_decode": (gdn_decode, "_decode_kernel"),
+  "gdn_prefill": (gdn_prefill, "_prefill_kernel"),
   "gdn_verify": (gdn_verify, "_verify_kernel"),
   "gdn_commit": (gdn_commit, "_commit_kernel"),
   "tree_attention": (tree_attention, "_tree_attention_kernel"),
@@ -121,9 +123,15 @@ class EngineTest(parameterized.TestCase):
     with counted() as calls:
       jax.eval_shape(fns.step, running._params, carry, running.request(GREEDY))
       found = {name: call.call_count for name, call in calls.items()}
-      # A run of prompt takes the references.
+      # A run of prompt takes the references, but for its own kernel.
       tokens, count = jnp.zeros(8, jnp.int32), jnp.int32(8)
       jax.eval_shape(fns.prefill, running._params, carry, tokens, count)
+      behind = {name: call.call_count for name, call in calls.items()}
+      # Scores are the definition's.
+      jax.eval_shape(
+        fns.score, running._params, carry, running.request(GREEDY), tokens,
+        tokens, count, jnp.float32(0),
+      )  # fmt: skip
     expected = dict.fromkeys(FUNCTIONS, 0)
     if operation == "tree_attention":
       expected[operation] = ATTENTION_LAYERS + stock * DRAFTER.num_layers
@@ -134,6 +142,9 @@ class EngineTest(parameterized.TestCase):
     ):
       expected[operation] = GDN_LAYERS
     self.assertEqual(found, expected)
+    if operation == "gdn_prefill":
+      expected[operation] = GDN_LAYERS
+    self.assertEqual(behind, expected)
     self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)
 
   @parameterized.parameters(
@@ -215,7 +226,7 @@ class EngineTest(parameterized.TestCase):
     kernels_lib.check(chosen, CONFIG, "float64")
 
   def test_scores_are_the_references(self):
-    for chosen in ("gdn_decode", "add_norm"):
+    for chosen in ("gdn_decode", "gdn_prefill", "add_norm"):
       own = target(kernels_lib.parse(f"{chosen}=interpret"))
       with pytest.raises(
         SpecPilotError, match="prefill_chunk must be at least"

@@ -58,16 +58,20 @@ def test_a_wrong_product_shows(us, monkeypatch):
 
 def test_operations_of_a_tree(us, monkeypatch):
   monkeypatch.setattr(kernel_times, "LAYERS", 2)
+  monkeypatch.setattr(kernel_times, "RUNS", (8,))
   monkeypatch.setattr(kernel_times, "KEYS_BYTES", 1)
   config = kit.hybrid()
   operations = [
     *kernel_times.recurrent(config, [17]),
     *kernel_times.attention(config, [2], [24], ["reference"]),
   ]
-  names = ["gdn_decode", "gdn_verify 17 nodes", "gdn_commit 17 nodes"]
+  names = ["gdn_decode", *2 * ["gdn_prefill 8 tokens"]]
+  names += ["gdn_verify 17 nodes", "gdn_commit 17 nodes"]
   names.append("tree_attention 2 nodes at 24")
   assert [o.name for o in operations] == names
-  assert {o.implementation for o in operations[:3]} == {"triton"}
+  kinds = [o.implementation for o in operations]
+  # A run of prompt beside the form in plain JAX.
+  assert [i for i, kind in enumerate(kinds) if kind == "reference"] == [2, 5]
   here = [
     dataclasses.replace(o, implementation="reference") for o in operations
   ]
@@ -83,6 +87,7 @@ def test_operations_of_a_tree(us, monkeypatch):
   assert all(0 <= one["error"] < 0.02 for one in found)
   assert found[0]["us"] == 10
   state = 4 * 48 * 128 * 128
+  monkeypatch.setattr(kernel_times, "LAYERS", 1)
   whole = kernel_times.recurrent(configs.preset("Qwen3.8-27B"), [])
   assert next(whole).nbytes == 2 * state
   found = kernel_times.time_operations(iter([wrong]), device)

@@ -62,11 +62,9 @@ class BatchEngine:
     slots: requests at once at most.
     slot_buckets: numbers of slots that passes are compiled for; the powers of
       two up to `slots`, and it, by default. A pass over fewer slots than there
-      are copies their states to and from, keys and values among them; one over
-      all of them does not.
+      are copies their states to and from; one over all of them does not.
     rider_chunk: tokens of a prompt that a step can take along; 0 for none.
-    allocate: who gets the rows of a pass; None where the limits of the requests
-      and of the steps fit.
+    allocate: who gets the rows of a pass; None where limits fit.
     clock: seconds, for the measurements of requests.
 
   Raises:
@@ -489,8 +487,7 @@ class BatchEngine:
 
     Args:
       sampling: a request of every kind.
-      rows: that steps over so many slots will have, see `StepLimits`, without
-        and with a chunk of a prompt in them.
+      rows: of steps over so many slots, without and with a chunk of a prompt.
       plan: an allocation's, of the shapes that steps will have.
 
     Raises:
@@ -514,12 +511,9 @@ class BatchEngine:
             nodes=np.ones(self.slots, np.int32), rows=few, plan=plan
           )
           calls.append((features, index, listed, limits, rider))
-    prompts = [
-      self._prefill.lower(self._one.params, self._slots, r) for r in reader
-    ]
-    compilation.compile_all(
-      itertools.chain(prompts, (self._lowered(*call) for call in calls))
-    )
+    prefills = map(self.lowered_prefill, reader)
+    steps = (self.lowered(*call) for call in calls)
+    compilation.compile_all(itertools.chain(prefills, steps))
     for call in calls:
       self._run(*call)
     for r in reader:
@@ -527,7 +521,12 @@ class BatchEngine:
     self.abort(0)
     self.wait()
 
-  def _lowered(self, features, *call) -> jax.stages.Lowered:
+  def lowered_prefill(self, rider) -> jax.stages.Lowered:
+    """A pass over a chunk of a prompt."""
+    return self._prefill.lower(self._one.params, self._slots, rider)
+
+  def lowered(self, features, *call) -> jax.stages.Lowered:
+    """A step of `Features`, index, listed slots, limits and a rider."""
     arguments, rows = self._arguments(*call)
     return self._step(features).lower(
       self._one.params, self._slots, *arguments, rows=rows

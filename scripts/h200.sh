@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# The measurements of README and WORKSPACE_NOTES.md on an H200, by name:
+#
+#   bash scripts/h200.sh OUT NAME [NAME...]
+#
+# Each leaves OUT/NAME (a run's folder) or OUT/NAME.json, and its output in
+# OUT/NAME.log, whose end is printed. CUDA_VISIBLE_DEVICES chooses a card of
+# several; runs on two cards at a time slow each other's hosts by a few per cent.
+# SPECPILOT_DATA should stay the same between calls: it holds what was compiled.
+# Seconds are those of a machine that has compiled nothing before.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+OUT="${1:?bash scripts/h200.sh OUT NAME...}"
+shift
+mkdir -p "$OUT"
+KERNELS="${KERNELS:-triton,w12_matmul=mosaic}"
+PYTHON="${PYTHON:-python3}"
+
+main() { "$PYTHON" -m experiments.main --output_dir="$OUT/$NAME" "$@"; }
+single() { main --flagfile=h200_single.flags --kernels="$KERNELS" "$@"; }
+batch() { main --flagfile=h200_batch.flags --kernels="$KERNELS" "$@"; }
+
+# 300 s: every product, every kernel of a tree, beside XLA and floors.
+kernels() {
+  "$PYTHON" -m experiments.kernel_times --output="$OUT/$NAME.json" "$@"
+}
+# 100 s: the matrices that most bytes are in.
+kernels_large() {
+  kernels --shapes=16480x5120,34816x5120,248320x5120 --nodes=16,64
+}
+# 90 s
+attention() { kernels --products= --attention=triton,mosaic; }
+
+# 650 s: W12, trees and two levels beside stock, greedy.
+levels() {
+  single --drafter=dflash2 --systems=ar,stock --num_prompts=44 \
+    --ablate_design=one_at_a_time --ablate=weights=w12 \
+    --ablate=tree=best_first,chain \
+    --ablate=verification=one_level,two_level,auto "$@"
+}
+# 900 s: the same at temperature 1; 44 prompts make a control of 8,000 tokens.
+levels_t1() {
+  single --temperature=1 --drafter=dflash2 --systems=ar,stock \
+    --num_prompts=44 --ablate=weights=w12 --ablate=tree=best_first \
+    --ablate=verification=one_level,two_level,auto "$@"
+}
+# 330 s
+ar_w12() {
+  single --drafter=none --systems=ar --ablate=weights=bf16,w12 \
+    --num_prompts=44 "$@"
+}
+# 700 s: node budgets beside their replay.
+budgets() {
+  single --drafter=dflash2 --job=profile --systems=ar,stock \
+    --set=weights=w12,tree=best_first \
+    "--sweep=node_budget=8|16|32|48|64" --num_prompts=16 "$@"
+}
+# 370 s each: a load of 16 requests at once.
+batch_c16() { batch --drafter=dflash2 --max_concurrency=16 "$@"; }
+batch_fp8_c16() {
+  main --flagfile=h200_batch_fp8.flags --kernels="$KERNELS" \
+    --drafter=dflash2 --max_concurrency=16 "$@"
+}
+batch_ablation() {
+  batch --drafter=dflash2 --max_concurrency=16 --set= --systems=ar,stock \
+    --ablate=mechanisms=shared_budget,dynamic_draft,prompt_admission "$@"
+}
+# 250 s
+smollm2() { main --flagfile=h200_smollm2.flags "$@"; }
+# 1,000 s: eight A/A sessions of stock.
+noise() { single --drafter=dflash2 --job=paired_test --aa_sessions=8 "$@"; }
+
+for NAME in "$@"; do
+  case "$(type -t "$NAME")" in
+    function) ;;
+    *) echo "error: no measurement $NAME" >&2; exit 2 ;;
+  esac
+done
+status=0
+for NAME in "$@"; do
+  echo "[$(date +%T)] $NAME"
+  "$NAME" >"$OUT/$NAME.log" 2>&1 || { status=1; echo "$NAME: failed"; }
+  tail -n 40 "$OUT/$NAME.log"
+done
+exit "$status"
