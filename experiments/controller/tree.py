@@ -25,7 +25,7 @@ WORKER = (
   "experiments/controller/worker.py",
 )
 PROTECTED = ("experiments", "memory", "pallas_kernels", "specpilot_jax")
-WITHHELD = ("prompts.jsonl", "prompts_512.jsonl")
+WITHHELD = ("prompts.jsonl", "prompts_512.jsonl", "prompts_512.jsonl.gz")
 """Files of the packages that neither an engine nor an agent gets: prompts, the
 sealed ones among them."""
 

@@ -1,5 +1,6 @@
 """Where the zoo's weights lie inside the package, and how they are written."""
 
+import gzip
 import hashlib
 import itertools
 import json
@@ -25,7 +26,7 @@ DRAFTERS = {
 }
 """Drafters by the name of their target and their kind."""
 PROMPTS = WEIGHTS / "prompts.jsonl"
-LONG_PROMPTS = WEIGHTS / "prompts_512.jsonl"
+LONG_PROMPTS = WEIGHTS / "prompts_512.jsonl.gz"
 
 LONG_LENGTHS = (512, 1024)
 """Ids of the shortest and the longest of the long prompts."""
@@ -146,7 +147,10 @@ def write_prompts(
 
 
 def _write_lines(path: pathlib.Path, prompts) -> None:
-  path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+  text = "".join(json.dumps(prompt) + "\n" for prompt in prompts).encode()
+  if path.suffix == ".gz":
+    text = gzip.compress(text, mtime=0)  # the same bytes again
+  path.write_bytes(text)
 
 
 def _long_prompts(

@@ -78,10 +78,11 @@ def test_long_prompts_are_code_and_documentation():
   # In turn, so that the first few of a half are of both.
   assert [p.domain for p in prompts] == ["code", "documentation"] * 64
   assert all(512 <= len(p.token_ids or ()) <= 1024 for p in prompts)
-  lines = store.LONG_PROMPTS.read_text().splitlines()
+  text = gzip.decompress(store.LONG_PROMPTS.read_bytes()).decode()
+  lines = text.splitlines()
   files = [json.loads(line)["source"].rpartition(":")[0] for line in lines]
   assert not set(files[:64]) & set(files[64:])
-  assert store.LONG_PROMPTS.stat().st_size < 400_000
+  assert store.LONG_PROMPTS.stat().st_size < 120_000
 
 
 def test_a_damaged_domain_is_named(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Prompt sets made of held-out files."""
 
+import gzip
 import json
 import pathlib
 import tempfile
@@ -55,8 +56,11 @@ class PromptSetsTest(absltest.TestCase):
     licences = {n: name for n, name in LICENCES.items() if name}
     store.write_prompts(self.path, held_out, licences, Words(), **kwargs)
     return [
-      [json.loads(line) for line in path.read_text().splitlines()]
-      for path in (self.path, self.long)
+      [json.loads(line) for line in text.splitlines()]
+      for text in (
+        self.path.read_bytes(),
+        gzip.decompress(self.long.read_bytes()),
+      )
     ]
 
   def assert_from_its_file(self, prompt):
@@ -117,7 +121,7 @@ class PromptSetsTest(absltest.TestCase):
   def test_the_zoo_tokenizer(self):
     zoo = load_checkpoint("zoo")
     assert zoo.tokenizer is not None
-    with store.LONG_PROMPTS.open() as file:
+    with gzip.open(store.LONG_PROMPTS) as file:
       prompts = [json.loads(line) for line in file]
     for prompt in prompts[:8]:
       ids = zoo.tokenizer.encode(prompt["text"])

@@ -115,7 +115,7 @@ class StagesTest(parameterized.TestCase):
     release = self.work / "release"
     self.assertEqual(
       {p.name for p in release.iterdir()},
-      {"target", "dflash", "prompts.jsonl", "prompts_512.jsonl"},
+      {"target", "dflash", "prompts.jsonl", "prompts_512.jsonl.gz"},
     )
     for name in ("target", "dflash"):
       found = {path.name for path in (release / name).glob("*.safetensors")}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import devices, kernel_times, tile_timing
+from experiments import devices, kernel_cases, tile_timing
 from specpilot_jax import configs
 from tests.decoding import kit
 
@@ -22,7 +22,7 @@ def us(monkeypatch):
 
 
 def test_products_beside_xla(us):
-  found = kernel_times.products((64, 128), 3, [2], [2], ["interpret"])
+  found = kernel_cases.products((64, 128), 3, [2], [2], ["interpret"])
   assert [sorted({"w12", "view"} & set(one)) for one in found] == [
     ["w12"],
     ["view"],
@@ -32,7 +32,7 @@ def test_products_beside_xla(us):
   assert all(one["xla"]["us"] == 10 for one in found)
   assert found[0]["w12"]["us"] == 12 and found[1]["view"]["us"] == 13
   other = found[0] | {"shape": (64, 384), "count": 1, "w12": {"us": 5.0}}
-  text = kernel_times.summary(
+  text = kernel_cases.summary(
     [*found, other | {"w12": {"us": 5.0, "label": ""}}]
   )
   # Three matrices of 10 / 12 and one of as many bytes of 2.
@@ -52,18 +52,18 @@ def test_a_wrong_product_shows(us, monkeypatch):
       kind="w12",
     ),
   )
-  found = kernel_times.products((64, 128), 1, [2], [], ["wrong"])
+  found = kernel_cases.products((64, 128), 1, [2], [], ["wrong"])
   assert found[0]["error"] == 1
 
 
 def test_operations_of_a_tree(us, monkeypatch):
-  monkeypatch.setattr(kernel_times, "LAYERS", 2)
-  monkeypatch.setattr(kernel_times, "RUNS", (8,))
-  monkeypatch.setattr(kernel_times, "KEYS_BYTES", 1)
+  monkeypatch.setattr(kernel_cases, "LAYERS", 2)
+  monkeypatch.setattr(kernel_cases, "RUNS", (8,))
+  monkeypatch.setattr(kernel_cases, "KEYS_BYTES", 1)
   config = kit.hybrid()
   operations = [
-    *kernel_times.recurrent(config, [17]),
-    *kernel_times.attention(config, [2], [24], ["reference"]),
+    *kernel_cases.recurrent(config, [17]),
+    *kernel_cases.attention(config, [2], [24], ["reference"]),
   ]
   names = ["gdn_decode", *2 * ["gdn_prefill 8 tokens"]]
   names += ["gdn_verify 17 nodes", "gdn_commit 17 nodes"]
@@ -81,21 +81,21 @@ def test_operations_of_a_tree(us, monkeypatch):
 
   wrong = dataclasses.replace(here[-1], call=nothing, implementation="triton")
   device = devices.lookup("NVIDIA H200")
-  found = kernel_times.time_operations(iter(here), device)
+  found = kernel_cases.time_operations(iter(here), device)
   assert [one["operation"] for one in found] == names
   # Activations in bfloat16 beside the same numbers in float32.
   assert all(0 <= one["error"] < 0.02 for one in found)
   assert found[0]["us"] == 10
   state = 4 * 48 * 128 * 128
-  monkeypatch.setattr(kernel_times, "LAYERS", 1)
-  whole = kernel_times.recurrent(configs.preset("Qwen3.8-27B"), [])
+  monkeypatch.setattr(kernel_cases, "LAYERS", 1)
+  whole = kernel_cases.recurrent(configs.preset("Qwen3.8-27B"), [])
   assert next(whole).nbytes == 2 * state
-  found = kernel_times.time_operations(iter([wrong]), device)
+  found = kernel_cases.time_operations(iter([wrong]), device)
   assert found[0]["error"] == 1
 
 
 def test_a_tree_of_chains():
-  mask = kernel_times.chain_and_bush(32)
+  mask = kernel_cases.chain_and_bush(32)
   assert mask.sum(axis=1).tolist() == [
     *range(1, 17),
     *range(2, 10),
