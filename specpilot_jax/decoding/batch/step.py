@@ -301,7 +301,11 @@ class BatchFns:
     if drafted is not None:
       offer = self._offer(own, lattice, drafted, live, plan, rows)
     nodes = self._nodes(own, offer, live, rows)
-    ridden = None if rider is None else _at(slots.carry, rider.slot)
+    ridden = None
+    if rider is not None:
+      # Read now: whoever reads it later keeps all slots from being updated
+      # where they lie.
+      ridden = jax.lax.optimization_barrier(_at(slots.carry, rider.slot))
     seen, also = self._verify(
       params, _idle(own, live), drafted, nodes, rider, ridden, rows
     )
