@@ -53,7 +53,12 @@ def lines(result: Mapping[str, Any]) -> list[str]:
   out += section.device_lines(result["round"].get("devices"))
   sealed = result["sealed"]
   if sealed is None:
-    out.append("champion: none, nothing was accepted")
+    start = result["round"].get("start")
+    out.append(
+      f"champion: as before, nothing was added: {json.dumps(start)[:500]}"
+      if start
+      else "champion: none, nothing was accepted"
+    )
   else:
     speedup = sealed["speedup_vs_stock"]
     out.append(

@@ -24,10 +24,15 @@ from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding import policy as policy_lib
 from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding.batch import step as batch_step
-from specpilot_jax.decoding.batch.engine import BatchEngine
+from specpilot_jax.decoding.batch.engine import (
+  BatchEngine,
+  StepLimits,
+  rider_of,
+)
 from specpilot_jax.decoding.draft import Lattice
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.mechanisms import batching
 from specpilot_jax.models import layers
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
@@ -247,6 +252,35 @@ class BatchKernelsTest(parameterized.TestCase):
     self.assertEqual(
       all_of_them.count("stablehlo.while"), alone.count("stablehlo.while")
     )
+
+  def test_a_riding_prompt_copies_no_slots(self):
+    """Memory of a step: keys, values and states are updated where they lie."""
+    system = SystemConfig(prompt_admission="on", shared_budget="on")
+    own = test_kernels.target(REFERENCE)
+    model = DFlash(test_kernels.DRAFTER, jnp.float32, nnx.Rngs(1))
+    running = batching.engine(
+      system,
+      own,
+      DFlashDrafter(model, own),
+      slots=4,
+      slot_buckets=(4,),
+      max_seq_len=480,
+      prefill_chunk=16,
+    )
+    index = np.arange(4, dtype=np.int32)
+    rider = rider_of(3, np.zeros(16, np.int32), 4)
+    scratch = [
+      running.lowered(
+        Features.of(GREEDY), index, index < 3, StepLimits(rows=8), riding
+      )
+      .compile()
+      .memory_analysis()
+      .temp_size_in_bytes
+      for riding in (None, rider)
+    ]
+    carry = running._slots.carry
+    held = sum(x.nbytes for x in jax.tree.leaves((carry.target, carry.drafter)))
+    self.assertLess(scratch[1] - scratch[0], 0.8 * held)
 
   def test_w12_reads_a_weight_once(self):
     """Rows of a batch are rows of one product."""

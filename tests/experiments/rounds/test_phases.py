@@ -344,6 +344,12 @@ def test_a_factor_that_was_not_measured(tmp_path):
   more = {"s_aa": None, "aa_means": [], "familywise": 0.0}
   shown = section.lines({**result, "round": result | more})
   assert shown[0].startswith("phase 0: tau not measured x kernel 1.200 x")
+  for start, end in (
+    ({}, "champion: none, nothing was accepted"),
+    ({"options": "a=1"}, 'nothing was added: {"options": "a=1"}'),
+  ):
+    kept = {**result, "sealed": None, "round": result | more | {"start": start}}
+    assert section.lines(kept)[-1].endswith(end)
 
 
 @pytest.mark.parametrize("merges", [True, False])
