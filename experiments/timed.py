@@ -16,9 +16,6 @@ from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.mechanisms import registry
 
 _WARM_UP_TOKENS = 16
-_ALONE = 2
-"""Systems that compile by themselves, `ar` and stock: XLA tries products out
-while it compiles. Those behind them find what was chosen."""
 
 
 def warm_up(
@@ -29,9 +26,11 @@ def warm_up(
 ) -> dict[str, dict[str, Any]]:
   """Compiles and warms up each system; what it took, by system.
 
-  Systems from the third on are compiled side by side. `first_token_s` is
-  counted from the start of the process; of a system it holds what those before
-  it took.
+  `ar` and the first system of each form of the weights are compiled alone: XLA
+  tries products out while it compiles, and the others find what was chosen and
+  the executables that they share. Those are compiled side by side.
+  `first_token_s` is counted from the start of the process; of a system it holds
+  what those before it took.
   """
 
   def compiled(name: str) -> dict[str, Any]:
@@ -47,11 +46,14 @@ def warm_up(
       "first_token_s": round(environment.process_age_s(), 3),
     }
 
-  names = list(engines)
-  out = {name: compiled(name) for name in names[:_ALONE]}
+  first: dict[tuple[bool, str], str] = {}
+  for name in engines:
+    first.setdefault((name == AR, settings.system(name).weights), name)
+  found = {name: compiled(name) for name in first.values()}
   with concurrent.futures.ThreadPoolExecutor(compilation.workers()) as pool:
-    rest = names[_ALONE:]
-    out |= dict(zip(rest, pool.map(compiled, rest), strict=True))
+    rest = [name for name in engines if name not in found]
+    found |= dict(zip(rest, pool.map(compiled, rest), strict=True))
+  out = {name: found[name] for name in engines}
   sampling = dataclasses.replace(
     settings.sampling,
     max_tokens=min(_WARM_UP_TOKENS, settings.sampling.max_tokens),

@@ -7,6 +7,7 @@ import jax
 
 from experiments import timed
 from specpilot_jax import compilation
+from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.decoding import kit
@@ -31,7 +32,8 @@ def test_the_device_is_idle_between_requests():
   assert left and left <= waited
 
 
-def test_systems_behind_the_second_are_compiled_side_by_side():
+def test_the_first_of_each_form_is_compiled_alone():
+  """Those behind it side by side."""
   met = threading.Barrier(2, timeout=60)
 
   class Waiting(Engine):
@@ -45,7 +47,13 @@ def test_systems_behind_the_second_are_compiled_side_by_side():
   folder = mock.Mock()
   with kit.quick_compilation():
     model = kit.build(kit.hybrid(), "float32")
-    kinds = {"ar": Engine, "stock": Engine, "one": Waiting, "two": Waiting}
+    kinds = {
+      "ar": Engine, "stock": Engine, "one": Waiting, "packed": Engine,
+      "two": Waiting,
+    }  # fmt: skip
+    settings.system = lambda name: SystemConfig(
+      weights="w12" if name == "packed" else "bf16"
+    )
     engines = {n: kind(model, max_seq_len=64) for n, kind in kinds.items()}
     prompt = mock.Mock(token_ids=[1, 2, 3])
     with mock.patch.object(compilation, "workers", lambda: 2):
@@ -56,4 +64,4 @@ def test_systems_behind_the_second_are_compiled_side_by_side():
   assert list(told) == list(kinds)
   assert all(each["executables"] > 0 for each in told.values())
   assert compilation.num_compilations() == before
-  assert folder.event.call_count == 4
+  assert folder.event.call_count == 5
