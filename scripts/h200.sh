@@ -54,7 +54,7 @@ ar_w12() {
 budgets() {
   single --drafter=dflash2 --job=profile --systems=ar,stock \
     --set=weights=w12,tree=best_first \
-    "--sweep=node_budget=8|16|32|48|64" --num_prompts=16 "$@"
+    "--sweep=node_budget=8|16|32|48|64|96" --num_prompts=16 "$@"
 }
 # 370 s each: a load of 16 requests at once.
 batch_c16() { batch --drafter=dflash2 --max_concurrency=16 "$@"; }

@@ -135,6 +135,13 @@ class VerifyTest(parameterized.TestCase):
       parents = chain(size) if i == 0 else trees.random_parents(rng, size)
       self.check(given, parents, dtype, node=int(rng.integers(size)))
 
+  @parameterized.product(size=(90, 128), dtype=tuple(TOLERANCES))
+  def test_more_tiles(self, size, dtype):
+    rng = np.random.default_rng(0)
+    given = arguments(rng, size)
+    self.check(given, trees.random_parents(rng, size), dtype)
+    self.check(with_equal_keys(given), [*chain(32), *chain(size - 32)], dtype)
+
   def test_few_nodes_with_a_key_head_each(self):
     rng = np.random.default_rng(0)
     given = arguments(rng, 5, repeat=1)
@@ -182,7 +189,7 @@ class VerifyTest(parameterized.TestCase):
   @parameterized.product(
     gpu=tuple(lowering.SERVERS),
     case=((1, jnp.float32), (16, jnp.bfloat16), (48, jnp.bfloat16),
-          (64, jnp.float32)),
+          (64, jnp.float32), (128, jnp.bfloat16)),
   )  # fmt: skip
   def test_lowers_at_27b_shapes(self, gpu, case):
     nodes, dtype = case
@@ -206,16 +213,16 @@ class VerifyTest(parameterized.TestCase):
     self.assertIn("__gpu$xla.gpu.triton", text)
 
   @parameterized.parameters(
-    (227 << 10, 128, 64), (99 << 10, 128, 64), (90 << 10, 128, 48),
+    (227 << 10, 128, 128), (99 << 10, 128, 64), (90 << 10, 128, 48),
     (99 << 10, 256, 16),
   )  # fmt: skip
   def test_nodes_that_fit_the_shared_memory(self, memory, key_dim, nodes):
     self.assertEqual(gdn_verify.max_nodes(memory, key_dim), nodes)
 
   def test_refusals(self):
-    given = arguments(np.random.default_rng(0), 65)
-    mask = trees.mask_of(chain(65))
-    with self.assertRaisesRegex(ValueError, "at most 64 nodes, got 65"):
+    given = arguments(np.random.default_rng(0), 129)
+    mask = trees.mask_of(chain(129))
+    with self.assertRaisesRegex(ValueError, "at most 128 nodes, got 129"):
       interpreted(*cast(given, jnp.float32), mask=mask)
     with jax.enable_x64(True):
       wide = [jnp.asarray(x, jnp.float64) for x in given]
