@@ -39,8 +39,8 @@ class Tile:
 # By padded nodes and by the products that stand for one in float32
 # (`products_for`). On an H200 (27B shapes), 16, 32, 48 and 64 nodes: 5.5, 7.8,
 # 11.5 and 14.3 us with one product, 6.2, 10.1, 14.5 and 21.2 with three. Of the
-# others 32 columns and 4 warps come closest (5.9, 9.4, 12.4, 26). 96 and 128 nodes
-# spill 0.5 and 1.1 kB (compiled for an H200, not timed).
+# others 32 columns and 4 warps come closest (5.9, 9.4, 12.4, 26). 96 and 128
+# nodes spill 0.5 and 1.1 kB (compiled for an H200, not timed).
 TILES = {
   (16, 1): Tile(columns=64, num_warps=4),
   (32, 1): Tile(columns=64, num_warps=4),
@@ -74,8 +74,8 @@ def max_nodes(memory: int, key_dim: int = 128) -> int:
   """The most nodes that the kernel takes on a GPU, whatever the dtype.
 
   Triton keeps keys and queries of all nodes and a block of the state in shared
-  memory, two halves of each: 96 kB for 64 nodes with keys of 128 numbers, 160 kB
-  for 128.
+  memory, two halves of each: 96 kB for 64 nodes with keys of 128 numbers,
+  160 kB for 128.
 
   Args:
     memory: shared memory of a program in bytes.

@@ -45,12 +45,14 @@ def tree_attention(
     scale: factor on q k^T.
     first: first visible row of the prefix (a sliding window's edge).
     implementation: the kernel takes bfloat16 and float32. `mosaic` is the one
-      for Hopper GPUs (`tree_hopper.takes`), for one request; under `vmap` it is
-      `triton`.
+      for Hopper GPUs (`tree_hopper.takes`), for one request and where it is
+      faster (`tree_hopper.pays`); elsewhere and under `vmap` it is `triton`.
 
   Returns:
     Attention outputs [N, H, D] in the dtype of q.
   """
+  if implementation == "mosaic" and not tree_hopper.pays(q, k_prefix):
+    implementation = "triton"
   if implementation == "mosaic":
     return _of_one_request(scale)(
       q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask,

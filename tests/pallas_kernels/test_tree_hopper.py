@@ -98,15 +98,23 @@ def _attend(*operands):
 
 class LoweringTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("NVIDIA H100 80GB HBM3", 16, 256, 24, 4),
-    ("NVIDIA H200", 1, 256, 24, 4),
-    ("NVIDIA H200", 64, 256, 24, 4),
-    ("NVIDIA H200", 99, 128, 32, 8),
+    ("NVIDIA H100 80GB HBM3", 16, 256, 24, 4, 2064),
+    ("NVIDIA H200", 1, 256, 24, 4, 4096),
+    ("NVIDIA H200", 64, 256, 24, 4, 1296),
+    ("NVIDIA H200", 99, 128, 32, 8, 1296),
   )
-  def test_lowers_at_27b_shapes(self, gpu, nodes, dim, heads, kv_heads):
-    shapes = _shapes(nodes, dim, heads, kv_heads, 1296)
+  def test_lowers_at_27b_shapes(
+    self, gpu, nodes, dim, heads, kv_heads, capacity
+  ):
+    shapes = _shapes(nodes, dim, heads, kv_heads, capacity)
     text = lowering.lower(_attend, gpu, *shapes)
     self.assertTrue("mosaic_gpu" in text and "_combine" in text)
+
+  def test_few_nodes_behind_a_short_prefix_are_tritons(self):
+    shapes = _shapes(32, 256, 24, 4, 1296)
+    text = lowering.lower(_attend, "NVIDIA H200", *shapes)
+    self.assertFalse("mosaic_gpu" in text)
+    self.assertTrue("tree_attention" in text)
 
   def test_takes_triton_for_several_requests(self):
     shapes = _shapes(4, 64, 2, 1, 24, batch=(2,))
