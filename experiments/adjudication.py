@@ -136,6 +136,6 @@ def _own_bytes(target: target_lib.Target) -> int:
     wide = _widened(name, leaf)
     if wide is leaf:
       shared.append(size * math.prod(leaf.shape))
-    else:
-      own += wide.nbytes
+    else:  # of FP8 the codes are shared
+      own += (wide.rest if isinstance(wide, FP8Array) else wide).nbytes
   return own + 2 * max(shared)

@@ -54,10 +54,11 @@ JOBS = (
 
 _JOB = flags.DEFINE_enum(
   "job", "benchmark", JOBS, "benchmark: systems side by side. profile: that,"
-  " and the cost model of stock. token_force: judge recorded requests."
-  " paired_test: a candidate against stock, apart. round: explore, integrate,"
-  " tune, seal. replay: a round of what the memory holds, alone. faults: which"
-  " check sees which fault. report: write a run's report again.",
+  " and the cost model of stock; of a load, its passes by class. token_force:"
+  " judge recorded requests. paired_test: a candidate against stock, apart."
+  " round: explore, integrate, tune, seal. replay: a round of what the memory"
+  " holds, alone. faults: which check sees which fault. report: write a run's"
+  " report again.",
 )  # fmt: skip
 _OUTPUT_DIR = flags.DEFINE_string(
   "output_dir", None, "Folder of the run; runs/<time>-<deployment> by default."

@@ -10,6 +10,7 @@ from experiments import environment, metrics, prompts, results
 from experiments.console import Progress, say
 from experiments.settings import AR, Settings
 from specpilot_jax import compilation
+from specpilot_jax.configs import AUTO
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.request import RequestOutput
 from specpilot_jax.decoding.sampling import SamplingParams
@@ -27,10 +28,11 @@ def warm_up(
   """Compiles and warms up each system; what it took, by system.
 
   `ar` and the first system of each form of the weights are compiled alone: XLA
-  tries products out while it compiles, and the others find what was chosen and
-  the executables that they share. Those are compiled side by side.
+  tries products out while it compiles, and the others find what was chosen for
+  those that they share. Those are compiled side by side, and say of themselves
+  what all of them took; but systems that time their own steps are alone again.
   `first_token_s` is counted from the start of the process; of a system it holds
-  what those before it took.
+  what those before it, or beside it, took.
   """
 
   def compiled(name: str) -> dict[str, Any]:
@@ -50,9 +52,15 @@ def warm_up(
   for name in engines:
     first.setdefault((name == AR, settings.system(name).weights), name)
   found = {name: compiled(name) for name in first.values()}
-  with concurrent.futures.ThreadPoolExecutor(compilation.workers()) as pool:
-    rest = [name for name in engines if name not in found]
-    found |= dict(zip(rest, pool.map(compiled, rest), strict=True))
+  rest = [name for name in engines if name not in found]
+  timing = [n for n in rest if settings.system(n).verification == AUTO]
+  beside = [n for n in rest if n not in timing]
+  pool = concurrent.futures.ThreadPoolExecutor(compilation.workers())
+  try:
+    found |= dict(zip(beside, pool.map(compiled, beside), strict=True))
+  finally:  # Whoever interrupts does not wait for the compiler.
+    pool.shutdown(wait=False, cancel_futures=True)
+  found |= {name: compiled(name) for name in timing}
   out = {name: found[name] for name in engines}
   sampling = dataclasses.replace(
     settings.sampling,

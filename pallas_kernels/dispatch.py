@@ -73,6 +73,12 @@ class Kernels:
     """One implementation for every operation."""
     return cls(**dict.fromkeys(cls.operations(), implementation))
 
+  @property
+  def in_runs(self) -> bool:
+    """Whether any is taken by passes over a run of prompt."""
+    own = self.gdn_prefill, self.w12_matmul, self.fp8_matmul
+    return any(map(is_kernel, own))
+
   @classmethod
   def operations(cls) -> tuple[str, ...]:
     """Names of the operations."""

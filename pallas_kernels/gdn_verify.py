@@ -133,7 +133,7 @@ def verify(
       before their children.
     key_heads: Hk; C = 2 Hk K + Hv V.
     implementation: `per_path` recomputes each node's path from the root, as
-      engines without the tree form do. The kernel takes float32 and up to 64
+      engines without the tree form do. The kernel takes float32 and up to 128
       nodes; its products are `products_for` the dtype of `projected`.
 
   Returns:

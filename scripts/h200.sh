@@ -6,22 +6,26 @@
 # Each leaves OUT/NAME (a run's folder) or OUT/NAME.json, and its output in
 # OUT/NAME.log, whose end is printed. CUDA_VISIBLE_DEVICES chooses a card of
 # several; runs on two cards at a time slow each other's hosts by a few per cent.
+# KERNELS=... takes the place of --kernels of the flag files.
 # SPECPILOT_DATA should stay the same between calls: it holds what was compiled.
 # Seconds are those of a machine that has compiled nothing before.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OUT="${1:?bash scripts/h200.sh OUT NAME...}"
 shift
 mkdir -p "$OUT"
-KERNELS="${KERNELS:-triton,w12_matmul=mosaic}"
+OUT="$(cd "$OUT" && pwd)"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON="${PYTHON:-python3}"
 
-main() { "$PYTHON" -m experiments.main --output_dir="$OUT/$NAME" "$@"; }
-single() { main --flagfile=h200_single.flags --kernels="$KERNELS" "$@"; }
-batch() { main --flagfile=h200_batch.flags --kernels="$KERNELS" "$@"; }
+with() {
+  "$PYTHON" -m experiments.main --output_dir="$OUT/$NAME" --flagfile="$1" \
+    ${KERNELS:+--kernels="$KERNELS"} "${@:2}"
+}
+single() { with h200_single.flags "$@"; }
+batch() { with h200_batch.flags "$@"; }
 
-# 300 s: every product, every kernel of a tree, beside XLA and floors.
+# 400 s: every W12 product beside XLA, the kernels of mixers beside floors.
 kernels() {
   "$PYTHON" -m experiments.kernel_times --output="$OUT/$NAME.json" "$@"
 }
@@ -59,22 +63,26 @@ budgets() {
 # 370 s each: a load of 16 requests at once.
 batch_c16() { batch --drafter=dflash2 --max_concurrency=16 "$@"; }
 batch_fp8_c16() {
-  main --flagfile=h200_batch_fp8.flags --kernels="$KERNELS" \
-    --drafter=dflash2 --max_concurrency=16 "$@"
+  with h200_batch_fp8.flags --drafter=dflash2 --max_concurrency=16 "$@"
 }
+# 300 s more: where the passes of a load spend their time.
+batch_profile() { batch_c16 --job=profile --notoken_forcing "$@"; }
 batch_ablation() {
   batch --drafter=dflash2 --max_concurrency=16 --set= --systems=ar,stock \
     --ablate=mechanisms=shared_budget,dynamic_draft,prompt_admission "$@"
 }
 # 250 s
-smollm2() { main --flagfile=h200_smollm2.flags "$@"; }
+smollm2() { with h200_smollm2.flags "$@"; }
 # 1,000 s: eight A/A sessions of stock.
 noise() { single --drafter=dflash2 --job=paired_test --aa_sessions=8 "$@"; }
 
 for NAME in "$@"; do
-  case "$(type -t "$NAME")" in
-    function) ;;
-    *) echo "error: no measurement $NAME" >&2; exit 2 ;;
+  case "$NAME $(type -t "$NAME")" in
+    with\ * | single\ * | batch\ *) ;&
+    *\ | *\ builtin | *\ file | *\ keyword)
+      echo "error: no measurement $NAME" >&2
+      exit 2
+      ;;
   esac
 done
 status=0

@@ -197,7 +197,7 @@ def check_passes(
   if kernels != dispatch.REFERENCE and prefill_chunk == 1:
     raise SpecPilotError(
       "prefill_chunk must be at least 2 with kernels other than the"
-      " references, which compute prompts and scores"
+      " references, which compute scores"
     )
 
 

@@ -313,7 +313,7 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
           "profile": policy.profile.told() if policy.profile else None,
         }
         told.folder.event("served", system=name, level=level.name)
-        if told.profile:
+        if told.profile and time.monotonic() < told.deadline:
           extras[key]["passes"] = _profiled(told, key, policy)
         # Its slots are free before those of the next level are made.
         del policy

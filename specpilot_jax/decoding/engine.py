@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -44,14 +45,20 @@ class _Compiled:
 
   reset: Any
   prefill: Any
+  judged: Any  # the same by definition, for what is scored behind it
   step: Any
   score: Any
 
   @classmethod
   def of(cls, fns: step_lib.StepFns) -> "_Compiled":
+    prefill = judged = jax.jit(fns.prefill, donate_argnums=1)
+    if fns.kernels.in_runs:
+      own = functools.partial(fns.prefill, definition=True)
+      judged = jax.jit(own, donate_argnums=1)
     return cls(
       reset=jax.jit(fns.reset, donate_argnums=0),
-      prefill=jax.jit(fns.prefill, donate_argnums=1),
+      prefill=prefill,
+      judged=judged,
       step=jax.jit(fns.step, donate_argnums=1),
       score=jax.jit(fns.score, donate_argnums=1),
     )
@@ -331,9 +338,10 @@ class Engine:
     return array.astype(np.int32)
 
   def _start(
-    self, compiled: _Compiled, prompt: np.ndarray, limit: int
+    self, compiled: _Compiled, prompt: np.ndarray, limit: int, read: Any = None
   ) -> step_lib.Carry:
     """Resets the one carry and prefills all of the prompt but its last id."""
+    read = read or compiled.prefill
     carry, self._carry = self._carry, None
     if carry is None:
       carry = self.fresh_carry()
@@ -350,7 +358,7 @@ class Engine:
       count = min(chunk, prompt.size - 1 - start)
       tokens = np.zeros(chunk, np.int32)
       tokens[:count] = prompt[start : start + count]
-      carry = compiled.prefill(self._params, carry, tokens, np.int32(count))
+      carry = read(self._params, carry, tokens, np.int32(count))
     return carry
 
   def request(self, sampling: SamplingParams) -> step_lib.Request:
@@ -547,7 +555,7 @@ class Engine:
     chunk, results = self.prefill_chunk, []
     tolerance = np.asarray(cut_tolerance, self._acc)
     with self._one_request():
-      carry = self._start(compiled, prompt, output.size)
+      carry = self._start(compiled, prompt, output.size, compiled.judged)
       for start in range(0, output.size, chunk):
         count = min(chunk, output.size - start)
         tokens, targets = np.zeros((2, chunk), np.int32)

@@ -232,10 +232,15 @@ class StepFns:
     )
 
   def prefill(
-    self, params: Any, carry: Carry, tokens: Int[Array, " C"], count
+    self, params: Any, carry: Carry, tokens, count, *, definition: bool = False
   ) -> Carry:
-    """Commits `count` prompt tokens, the first of `tokens`."""
+    """Commits `count` prompt tokens, the first of `tokens` [C].
+
+    With `definition` no kernel takes part, see `layers.by_definition`.
+    """
     model = nnx.merge(self.graphdef, params[0])
+    if definition:
+      model = layers.by_definition(model)
     nodes = state_lib.run_of(tokens, count, prefill=True)
     out = model(nodes, carry.target, self.taps)
     return self.committed(params, carry, nodes, out, nodes.count)

@@ -226,6 +226,24 @@ class EngineTest(parameterized.TestCase):
     kernels_lib.check_passes(chosen, 128, 64, "bf16", path=128)
     kernels_lib.check(chosen, CONFIG, "float64")
 
+  def test_a_wrong_kernel_for_prompts_is_seen_by_scores(self):
+    """They read the prompt by definition too."""
+
+    def wrong(mixed, *rest):
+      state = rest[3]
+      heads, _, value = state.shape
+      return jnp.zeros((len(mixed), heads, value)), 0 * state
+
+    prompt, output = kit.prompts(1, CONFIG.vocab_size)[0] * 4, [1, 0, 2, 1]
+    expected = engine(REFERENCE, stock=False).score(prompt, output)
+    with mock.patch.object(gdn_prefill, "_prefill_kernel", wrong):
+      running = engine(Kernels(gdn_prefill="interpret"), stock=False)
+      scored = running.score(prompt, output)
+      decoded = running.generate(prompt, GREEDY).token_ids
+    self.assertEqual(scored.gaps.tolist(), expected.gaps.tolist())
+    own = engine(REFERENCE, stock=False).generate(prompt, GREEDY).token_ids
+    self.assertNotEqual(decoded, own)
+
   def test_scores_are_the_references(self):
     for chosen in ("gdn_decode", "gdn_prefill", "add_norm"):
       own = target(kernels_lib.parse(f"{chosen}=interpret"))

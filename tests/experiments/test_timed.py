@@ -34,7 +34,7 @@ def test_the_device_is_idle_between_requests():
 
 def test_the_first_of_each_form_is_compiled_alone():
   """Those behind it side by side."""
-  met = threading.Barrier(2, timeout=60)
+  met, done = threading.Barrier(2, timeout=60), []
 
   class Waiting(Engine):
     """Compiles once another one does so too."""
@@ -42,17 +42,26 @@ def test_the_first_of_each_form_is_compiled_alone():
     def warm_up(self, sampling=None):
       met.wait()
       super().warm_up(sampling)
+      done.append("one" if not done else "two")
+
+  class Timing(Engine):
+    """Times its steps, when nobody compiles."""
+
+    def warm_up(self, sampling=None):
+      assert met.n_waiting == 0 and done == ["one", "two"]
+      super().warm_up(sampling)
 
   settings = mock.Mock(sampling=SamplingParams(max_tokens=2), num_warmups=1)
   folder = mock.Mock()
   with kit.quick_compilation():
     model = kit.build(kit.hybrid(), "float32")
     kinds = {
-      "ar": Engine, "stock": Engine, "one": Waiting, "packed": Engine,
-      "two": Waiting,
+      "ar": Engine, "stock": Engine, "one": Waiting, "auto": Timing,
+      "packed": Engine, "two": Waiting,
     }  # fmt: skip
     settings.system = lambda name: SystemConfig(
-      weights="w12" if name == "packed" else "bf16"
+      weights="w12" if name == "packed" else "bf16",
+      verification="auto" if name == "auto" else "one_level",
     )
     engines = {n: kind(model, max_seq_len=64) for n, kind in kinds.items()}
     prompt = mock.Mock(token_ids=[1, 2, 3])
@@ -64,4 +73,4 @@ def test_the_first_of_each_form_is_compiled_alone():
   assert list(told) == list(kinds)
   assert all(each["executables"] > 0 for each in told.values())
   assert compilation.num_compilations() == before
-  assert folder.event.call_count == 5
+  assert folder.event.call_count == 6

@@ -4,6 +4,7 @@ import pytest
 
 from experiments.cost_model import kernels, measure
 from experiments.serving import passes
+from specpilot_jax import compilation
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.mechanisms import batching
@@ -21,7 +22,7 @@ def traced(monkeypatch):
     calls.append(run)
     return [
       kernels.Kernel("gemm_1", "", "jit_step", 10_000 * i, 2_000 - 1_500 * odd)
-      for i in range(passes.STEPS)
+      for i in range(1, 3)
       for odd in (0, 1)
     ]
 
@@ -29,7 +30,7 @@ def traced(monkeypatch):
   return calls
 
 
-def policy(system, **kwargs):
+def policy(system, slots=2, **kwargs):
   own = test_kernels.target(test_kernels.REFERENCE)
   model = test_kernels.DFlash(
     test_kernels.DRAFTER, test_kernels.jnp.float32, test_kernels.nnx.Rngs(1)
@@ -38,9 +39,8 @@ def policy(system, **kwargs):
     system,
     own,
     test_kernels.DFlashDrafter(model, own),
-    slots=2,
-    slot_buckets=(2,),
-    max_seq_len=64,
+    slots=slots,
+    max_seq_len=66,
     prefill_chunk=16,
     **kwargs,
   )
@@ -66,10 +66,32 @@ def test_all_shapes_are_profiled(traced):
   assert [o["rows"] for o in kinds["ridden"]] == list(own.rows_of(2, True))
   assert [o["rows"] for o in kinds["prefill"]] == list(engine.prefill_sizes)
   assert len(traced) == len(found) == sum(map(len, kinds.values()))
+  assert [o["tokens"] for o in kinds["prefill"]] == list(engine.prefill_sizes)
+  assert {o["tokens"] for o in kinds["ridden"]} == {engine.rider_chunk}
   for one in found:
     assert one["classes_us"][kernels.TARGET_GEMM] == pytest.approx(
       one["step_us"]
     )
-    assert one["kernels"] == 2
+    assert one["kernels"] * passes.STEPS == pytest.approx(4)
   assert len(engine.free_slots) == engine.slots
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_stock_with_passes_of_few_rows(traced, slots):
+  """Without an allocation the nodes must fit the rows; slots are not a power
+  of two, and passes are over all of them."""
+  with quick_compilation():
+    own = policy(SystemConfig(), slots)
+    sampling = SamplingParams(max_tokens=4)
+    own.warm_up([sampling])
+    before = compilation.num_compilations()
+    found = passes.profile(own, [1, 2, 3], sampling)
+  shapes = [(o["kind"], o["rows"]) for o in found]
+  assert shapes == [
+    *(("step", rows) for rows in own.rows_of(slots, False)),
+    *(("prefill", size) for size in own.engine.prefill_sizes),
+  ]
+  assert len(traced) == len(found)
+  # Executables are asked for their text, and nothing else is made.
+  assert compilation.num_compilations() - before <= len(found)
   assert len(passes.rows(found)[0]) == len(passes.HEADER)
