@@ -2,8 +2,8 @@
 
     python -m experiments.kernel_times --model=qwen3.8-27b --output=kernels.json
 
-Every product with W12 beside the best of XLA's, the kernels of the mixers beside
-their floors, with errors; see `kernel_cases`.
+Every product with W12 beside the best of XLA's, the kernels of the mixers
+beside their floors, with errors; see `kernel_cases`.
 """
 
 import time

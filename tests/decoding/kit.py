@@ -255,8 +255,8 @@ class ScriptedEngine(Engine):
     assert isinstance(self.drafter, ScriptedDrafter)
     self.drafter.load(mode, reference, **settings)
 
-  def _start(self, compiled, prompt, limit):
-    carry = super()._start(compiled, prompt, limit)
+  def _start(self, compiled, prompt, limit, read=None):
+    carry = super()._start(compiled, prompt, limit, read)
     if isinstance(self.drafter, ScriptedDrafter):
       carry = dataclasses.replace(
         carry, drafter=self.drafter.scripted(carry.drafter)

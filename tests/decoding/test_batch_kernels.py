@@ -269,15 +269,14 @@ class BatchKernelsTest(parameterized.TestCase):
     )
     index = np.arange(4, dtype=np.int32)
     rider = rider_of(3, np.zeros(16, np.int32), 4)
-    scratch = [
-      running.lowered(
+    scratch = []
+    for riding in (None, rider):
+      lowered = running.lowered(
         Features.of(GREEDY), index, index < 3, StepLimits(rows=8), riding
       )
-      .compile()
-      .memory_analysis()
-      .temp_size_in_bytes
-      for riding in (None, rider)
-    ]
+      used = lowered.compile().memory_analysis()
+      assert used is not None
+      scratch.append(used.temp_size_in_bytes)
     carry = running._slots.carry
     held = sum(x.nbytes for x in jax.tree.leaves((carry.target, carry.drafter)))
     self.assertLess(scratch[1] - scratch[0], 0.8 * held)
