@@ -340,10 +340,16 @@ def _measure(told: _Run, result, clock, peaks) -> dict[str, list[Any]]:
 def _profiled(
   told: _Run, key: str, policy: batching.BatchPolicy
 ) -> list[dict[str, Any]]:
-  """The passes of a system, over requests of median length."""
+  """The passes of a system, over requests of median length; none where that
+  failed, which is told: what was served is worth keeping."""
   orders = sorted(told.orders(), key=lambda order: len(order.prompt))
   order = orders[len(orders) // 2]
-  found = passes.profile(policy, order.prompt, order.sampling)
+  try:
+    found = passes.profile(policy, order.prompt, order.sampling)
+  except (SpecPilotError, jax.errors.JaxRuntimeError) as e:
+    told.folder.event("profile_failed", system=key, error=str(e))
+    say(f"the passes of {key} were not profiled: {str(e).splitlines()[0]}")
+    return []
   say(f"passes of {key}, us:")
   say(table(passes.HEADER, passes.rows(found)))
   return found

@@ -1,12 +1,15 @@
 """The passes of a batch under a profiler, which this machine has not."""
 
+from unittest import mock
+
 import pytest
 
 from experiments.cost_model import kernels, measure
-from experiments.serving import passes
+from experiments.serving import job, passes
 from specpilot_jax import compilation
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.sampling import SamplingParams
+from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import batching
 from tests.decoding import test_kernels
 from tests.decoding.kit import quick_compilation
@@ -95,3 +98,13 @@ def test_stock_with_passes_of_few_rows(traced, slots):
   # Executables are asked for their text, and nothing else is made.
   assert compilation.num_compilations() - before <= len(found)
   assert len(passes.rows(found)[0]) == len(passes.HEADER)
+
+
+def test_a_failed_profile_keeps_what_was_served(monkeypatch, capsys):
+  fails = mock.Mock(side_effect=SpecPilotError("the profiler wrote 0 traces"))
+  monkeypatch.setattr(passes, "profile", fails)
+  told = mock.Mock()
+  told.orders.return_value = [mock.Mock(prompt=[1])]
+  assert job._profiled(told, "stock@c2", mock.Mock()) == []
+  assert "stock@c2 were not profiled: the profiler" in capsys.readouterr().out
+  assert told.folder.event.call_args.args == ("profile_failed",)
