@@ -32,6 +32,7 @@ from specpilot_jax.models import assembly
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models import target as target_lib
 from tests.checkpoints import builders
+from tests.decoding import kit
 from tests.experiments import tiny
 from tests.experiments.test_token_forcing import scored, with_gaps
 
@@ -193,6 +194,7 @@ def scratch_bytes(engine: Engine) -> int:
 class ArbiterTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
+    self.enterContext(kit.quick_compilation())
     self.target = make_target()
     self.record = {
       "prompt_ids": [3, 4, 5],
@@ -258,7 +260,7 @@ class ArbiterTest(parameterized.TestCase):
   def test_matrices_are_widened_one_by_one(self):
     """Not all of them before the first product."""
     config = dataclasses.replace(
-      self.target.config, layer_types=("attention",) * 12
+      self.target.config, layer_types=("attention",) * 8
     )
     names = target_lib.structs(config, "bfloat16")
     own = target_lib.build(

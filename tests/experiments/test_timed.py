@@ -1,6 +1,7 @@
 """What the clock of a timed request holds."""
 
 import threading
+from typing import Any
 from unittest import mock
 
 import jax
@@ -32,44 +33,58 @@ def test_the_device_is_idle_between_requests():
   assert left and left <= waited
 
 
+class Compiling:
+  """An engine with one executable of its own."""
+
+  def __init__(self):
+    self.step = jax.jit(lambda x: x + 1)
+
+  def warm_up(self, sampling=None) -> None:
+    self.step(1.0)
+
+  def generate(self, prompt, sampling):
+    self.step(1.0)
+
+  def wait(self):
+    pass
+
+
 def test_the_first_of_each_form_is_compiled_alone():
   """Those behind it side by side."""
   met, done = threading.Barrier(2, timeout=60), []
 
-  class Waiting(Engine):
+  class Waiting(Compiling):
     """Compiles once another one does so too."""
 
-    def warm_up(self, sampling=None):
+    def warm_up(self, sampling=None) -> None:
       met.wait()
       super().warm_up(sampling)
-      done.append("one" if not done else "two")
+      done.append(None)
 
-  class Timing(Engine):
+  class Timing(Compiling):
     """Times its steps, when nobody compiles."""
 
-    def warm_up(self, sampling=None):
-      assert met.n_waiting == 0 and done == ["one", "two"]
+    def warm_up(self, sampling=None) -> None:
+      assert met.n_waiting == 0 and len(done) == 2
       super().warm_up(sampling)
 
   settings = mock.Mock(sampling=SamplingParams(max_tokens=2), num_warmups=1)
   folder = mock.Mock()
-  with kit.quick_compilation():
-    model = kit.build(kit.hybrid(), "float32")
-    kinds = {
-      "ar": Engine, "stock": Engine, "one": Waiting, "auto": Timing,
-      "packed": Engine, "two": Waiting,
-    }  # fmt: skip
-    settings.system = lambda name: SystemConfig(
-      weights="w12" if name == "packed" else "bf16",
-      verification="auto" if name == "auto" else "one_level",
-    )
-    engines = {n: kind(model, max_seq_len=64) for n, kind in kinds.items()}
-    prompt = mock.Mock(token_ids=[1, 2, 3])
-    with mock.patch.object(compilation, "workers", lambda: 2):
-      told = timed.warm_up(settings, engines, [prompt], folder)
-    before = compilation.num_compilations()
-    for engine in engines.values():
-      engine.generate([1, 2, 3], settings.sampling)
+  kinds = {
+    "ar": Compiling, "stock": Compiling, "one": Waiting, "auto": Timing,
+    "packed": Compiling, "two": Waiting,
+  }  # fmt: skip
+  settings.system = lambda name: SystemConfig(
+    weights="w12" if name == "packed" else "bf16",
+    verification="auto" if name == "auto" else "one_level",
+  )
+  engines: dict[str, Any] = {n: kind() for n, kind in kinds.items()}
+  prompt: Any = mock.Mock(token_ids=[1, 2, 3])
+  with mock.patch.object(compilation, "workers", lambda: 2):
+    told = timed.warm_up(settings, engines, [prompt], folder)
+  before = compilation.num_compilations()
+  for engine in engines.values():
+    engine.generate([1, 2, 3], settings.sampling)
   assert list(told) == list(kinds)
   assert all(each["executables"] > 0 for each in told.values())
   assert compilation.num_compilations() == before

@@ -42,7 +42,7 @@ class PrefillTest(parameterized.TestCase):
       self.assertLess(error / np.abs(b).max(), verify.TOLERANCES[dtype])
 
   @parameterized.product(
-    case=((1, 1), (32, 32), (40, 33), (128, 128), (130, 70)),
+    case=((1, 1), (40, 33), (130, 70)),
     dtype=tuple(verify.TOLERANCES),
   )
   def test_against_the_recurrence_in_float64(self, case, dtype):
@@ -73,7 +73,7 @@ class PrefillTest(parameterized.TestCase):
 
   @parameterized.product(
     gpu=tuple(lowering.SERVERS),
-    case=((128, jnp.bfloat16), (512, jnp.bfloat16), (100, jnp.float32)),
+    case=((512, jnp.bfloat16), (100, jnp.float32)),
   )
   def test_lowers_at_27b_shapes(self, gpu, case):
     size, dtype = case
