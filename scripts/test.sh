@@ -15,5 +15,4 @@ say "ruff format --check"
 say "pyrefly check"
 "$VENV_PYTHON" -m pyrefly check --python-interpreter-path "$VENV_PYTHON"
 say "pytest"
-exec "$VENV_PYTHON" -m pytest --numprocesses=2 --dist=loadfile \
-  --no-loadscope-reorder "$@"
+exec "$VENV_PYTHON" -m pytest --numprocesses=2 --dist=loadfile "$@"
