@@ -143,20 +143,8 @@ def _prefill_kernel(
   gated = jnp.pad(projected[:, gates:], pad)
   mixed = jnp.pad(mixed, pad)
 
-  def key_rows(first):
-    return pl.BlockSpec(
-      (size, key_dim), lambda head, block: (0, first + head // repeat)
-    )
-
-  def value_rows(head, block):
-    return 0, (first_value + head * value_dim) // columns + block
-
-  def gate(first):
-    return pl.BlockSpec((size, None), lambda head, block: (0, first + head))
-
-  def whole(x):
-    return pl.BlockSpec(x.shape, lambda head, block: (0,) * x.ndim)
-
+  rows_of = gdn_verify.Rows(size, key_dim, value_dim, columns, repeat)
+  whole = rows_of.whole
   tile = pl.BlockSpec(
     (None, key_dim, columns), lambda head, block: (head, 0, block)
   )
@@ -167,11 +155,11 @@ def _prefill_kernel(
     ),
     grid=(heads, value_dim // columns),
     in_specs=[
-      key_rows(0),
-      key_rows(key_heads),
-      pl.BlockSpec((size, columns), value_rows),
-      gate(0),
-      gate(heads),
+      rows_of.keys(0),
+      rows_of.keys(key_heads),
+      rows_of.values(first_value),
+      rows_of.gate(0),
+      rows_of.gate(heads),
       whole(a_log),
       whole(dt_bias),
       whole(count),

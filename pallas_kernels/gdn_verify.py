@@ -388,6 +388,52 @@ def solve(
   return Solved(keys=k, updates=u, decay=decay, up=up)
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Blocks of rows [q | k | v] and of gates that a program of a grid of value
+  heads and blocks of their columns has.
+
+  Attributes:
+    size: rows.
+    key_dim, value_dim: of a head.
+    columns: of a value head per program.
+    repeat: value heads of a key head.
+  """
+
+  size: int
+  key_dim: int
+  value_dim: int
+  columns: int
+  repeat: int
+
+  def keys(self, first: int) -> pl.BlockSpec:
+    """Queries or keys; `first` counts heads of keys from the left."""
+    return pl.BlockSpec(
+      (self.size, self.key_dim),
+      lambda head, block: (0, first + head // self.repeat),
+    )
+
+  def values(self, first: int) -> pl.BlockSpec:
+    """Values, from a column on."""
+    return pl.BlockSpec(
+      (self.size, self.columns),
+      lambda head, block: (
+        0,
+        (first + head * self.value_dim) // self.columns + block,
+      ),
+    )
+
+  def gate(self, first: int) -> pl.BlockSpec:
+    """A gate of each row, from a column on."""
+    return pl.BlockSpec(
+      (self.size, None), lambda head, block: (0, first + head)
+    )
+
+  def whole(self, x: Array) -> pl.BlockSpec:
+    """All of an array."""
+    return pl.BlockSpec(x.shape, lambda head, block: (0,) * x.ndim)
+
+
 @dispatch.once("key_heads", "implementation")
 def _verify_kernel(
   mixed, projected, a_log, dt_bias, state, mask, key_heads, implementation
@@ -409,19 +455,8 @@ def _verify_kernel(
   mask = jnp.pad(mask.astype(jnp.int32), rows * 2)
   gates = projected.shape[1] - 2 * heads
 
-  def key_rows(first):
-    return pl.BlockSpec(
-      (nodes, key_dim), lambda head, block: (0, first + head // repeat)
-    )
-
-  def value_rows(head, block):
-    return 0, (first_value + head * value_dim) // columns + block
-
-  def gate(first):
-    return pl.BlockSpec((nodes, None), lambda head, block: (0, first + head))
-
-  def whole(x):
-    return pl.BlockSpec(x.shape, lambda head, block: (0,) * x.ndim)
+  rows_of = Rows(nodes, key_dim, value_dim, columns, repeat)
+  gate, whole = rows_of.gate, rows_of.whole
 
   per_head = pl.BlockSpec(
     (nodes, None, columns), lambda head, block: (0, head, block)
@@ -438,9 +473,9 @@ def _verify_kernel(
     ),
     grid=(heads, value_dim // columns),
     in_specs=[
-      key_rows(0),
-      key_rows(key_heads),
-      pl.BlockSpec((nodes, columns), value_rows),
+      rows_of.keys(0),
+      rows_of.keys(key_heads),
+      rows_of.values(first_value),
       gate(gates),
       gate(gates + heads),
       whole(a_log),
