@@ -1,12 +1,14 @@
 """Counted bytes are those of the arrays that an engine holds."""
 
 import dataclasses
+import os
+from unittest import mock
 
 import jax
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from specpilot_jax import configs, footprint
+from specpilot_jax import configs, footprint, loading
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.models.drafters import config as drafter_configs
 from specpilot_jax.models.drafters.dflash import DFlash, DFlashDrafter
@@ -81,6 +83,20 @@ class FootprintTest(parameterized.TestCase):
     self.assertEqual(
       counted.drafter_bytes, 2 * (5 * layer + 5 * 5120**2 + 2 * 5120)
     )
+
+  @parameterized.parameters(
+    ({}, "0.9"),
+    ({"XLA_CLIENT_MEM_FRACTION": "0.4"}, "0.4"),
+    # XLA refuses both names at once.
+    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, None),
+  )
+  def test_share_of_the_device(self, given, expected):
+    with mock.patch.dict(os.environ):
+      for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        os.environ.pop(name, None)
+      os.environ.update(given)
+      loading.prepare_jax("float32")
+      self.assertEqual(os.environ.get("XLA_CLIENT_MEM_FRACTION"), expected)
 
 
 if __name__ == "__main__":
