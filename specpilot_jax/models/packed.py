@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from specpilot_jax.models.state import Nodes, TargetState, pytree
+from specpilot_jax.models.state import Nodes, Rows, TargetState, pytree
 
 
 def each(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,9 +103,16 @@ class Packed:
 
   def over(self, mix, rows: Any, *request: Any) -> tuple[Any, Any]:
     """See `Nodes.over`: request by request."""
-    out, stash = each(mix)(
-      self.nodes, jax.tree.map(self.by_request, rows), *request
-    )
+    if isinstance(rows, Rows) and self.row is not None:
+      out, stash = each(
+        lambda nodes, index, *request: mix(
+          nodes, Rows(rows.array, index), *request
+        )
+      )(self.nodes, self.row, *request)
+    else:
+      out, stash = each(mix)(
+        self.nodes, jax.tree.map(self.by_request, rows), *request
+      )
     return jax.tree.map(self.by_row, out), stash
 
   def by_row(self, x: Array) -> Array:

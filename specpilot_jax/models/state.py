@@ -8,7 +8,7 @@ after any accepted path; `decoding.commit` does that.
 import dataclasses
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,31 @@ class GDNPrefillStash:
 LayerStash = AttentionStash | GDNStash | GDNPrefillStash
 
 
+class Rows(NamedTuple):
+  """Rows of a pass, and which of them are a request's: nothing is copied yet.
+
+  Attributes:
+    array: a row per node of the request, or all rows of a pass.
+    index: of each node's row, P where there is no node; None of rows that are
+      the request's own.
+  """
+
+  array: Float[Array, "P C"]
+  index: Int[Array, " N"] | None = None
+
+  def of(self, node: Int[Array, " M"]) -> Float[Array, "M C"]:
+    """The rows of some nodes; zeros where there is no node."""
+    index = node if self.index is None else self.index[node]
+    return jnp.take(self.array, index, axis=0, mode="fill", fill_value=0)
+
+  def own(self, columns: slice = slice(None)) -> Float[Array, "N C"]:
+    """Some columns of the request's rows, in the order of its nodes."""
+    rows = self.array[:, columns]
+    if self.index is None:
+      return rows
+    return jnp.take(rows, self.index, axis=0, mode="fill", fill_value=0)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nodes:
@@ -141,7 +166,8 @@ class Nodes:
 
     Args:
       mix: (nodes, rows, *request) -> what becomes of the rows, and a stash.
-      rows: a pytree of arrays, one row per node.
+      rows: a pytree of arrays, one row per node; of `Rows`, `mix` is told which
+        are the request's, and copies what it needs.
       request: the request's state, and what else there is one of.
     """
     return mix(self, rows, *request)

@@ -99,6 +99,20 @@ class StructureTest(kit.Float64TestCase):
     # And no product is there once for each request.
     self.assertEqual(sum(found.values()), sum(alone.values()))
 
+  def test_projections_are_not_put_in_order(self):
+    """A convolution reads rows of a packed pass where they are."""
+    batch = batch_kit.make("chain", 4)
+    width = (
+      BASE.gdn_conv_dim + BASE.gdn_value_dim + 2 * (BASE.gdn_num_value_heads)
+    )
+    shapes = {
+      variable.aval.shape
+      for equation in equations(batch_jaxpr(batch, batch._one.fns, 4, 16))
+      for variable in equation.outvars
+    }
+    self.assertIn((16, width), shapes)
+    self.assertNotIn((4, batch.nodes, width), shapes)
+
   def test_rows_without_filters_are_not_sorted(self):
     """But for so many at once, in a loop over those that have some."""
     batch = batch_kit.make("chain", 4)

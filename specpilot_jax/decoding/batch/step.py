@@ -193,6 +193,11 @@ def _at(tree: Any, index) -> Any:
   return jax.tree.map(lambda x: x[index], tree)
 
 
+def _read(tree: Any, index) -> Any:
+  """`_at`, at once: whoever reads later keeps arrays from being updated."""
+  return jax.lax.optimization_barrier(_at(tree, index))
+
+
 def _put(tree: Any, index, rows: Any) -> Any:
   """Writes rows at an index, or at several; those out of range are dropped."""
   return jax.tree.map(
@@ -247,7 +252,7 @@ class BatchFns:
 
   def prefill(self, params: Any, slots: Slots, rider: Rider) -> Slots:
     """Commits a run of a slot's prompt, in a pass of its own."""
-    carry = _at(slots.carry, rider.slot)
+    carry = _read(slots.carry, rider.slot)
     carry = self.one.prefill(params, carry, rider.tokens, rider.count)
     return dataclasses.replace(
       slots, carry=_put(slots.carry, rider.slot, carry)
@@ -303,9 +308,7 @@ class BatchFns:
     nodes = self._nodes(own, offer, live, rows)
     ridden = None
     if rider is not None:
-      # Read now: whoever reads it later keeps all slots from being updated
-      # where they lie.
-      ridden = jax.lax.optimization_barrier(_at(slots.carry, rider.slot))
+      ridden = _read(slots.carry, rider.slot)
     seen, also = self._verify(
       params, _idle(own, live), drafted, nodes, rider, ridden, rows
     )
