@@ -17,7 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, gated_delta, gdn_verify, halves
+from pallas_kernels import (
+  dispatch,
+  gated_delta,
+  gdn_prefill_parallel,
+  gdn_verify,
+  halves,
+)
 
 ROWS = 32
 """Tokens of a chunk: a system that is inverted as a whole."""
@@ -35,7 +41,7 @@ def prefill(
   count: Int[Array, ""],
   *,
   key_heads: int,
-  implementation: dispatch.Implementation = "reference",
+  implementation: dispatch.PrefillImplementation = "reference",
 ) -> tuple[Float[Array, "N Hv V"], Float[Array, "Hv K V"]]:
   """`gated_delta.chunk_prefill` of what `gated_delta.prepare` makes.
 
@@ -53,6 +59,10 @@ def prefill(
     Outputs before the gated norm, of which those from `count` on mean nothing
     (the kernel's are zeros), and the state after `count` tokens.
   """
+  if implementation == "parallel":
+    return gdn_prefill_parallel.prefill(
+      mixed, projected, a_log, dt_bias, state, count, key_heads=key_heads
+    )
   if implementation != "reference":
     return _prefill_kernel(
       mixed, projected, a_log, dt_bias, state, count, key_heads, implementation

@@ -172,13 +172,19 @@ def _largest(x):
   return jnp.max(jnp.abs(x), axis=0)
 
 
-def _exp(x):
+def exp(x):
   """Its argument rounded to float32 once more: one instruction, not eight."""
   return jnp.exp2(x * _LOG2_E)
 
 
-def _indices(n):
+def indices(n):
   return (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
+
+
+def gates(a, b, rate):
+  """beta and g, as `gated_delta.prepare` makes them; the bias is in a."""
+  softplus = jnp.maximum(a, 0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
+  return jax.nn.sigmoid(b), -jnp.exp(rate) * softplus
 
 
 def _unit_lower_inverses(systems):
@@ -191,7 +197,7 @@ def _unit_lower_inverses(systems):
 
   inverses = []
   for system in systems:
-    row, column = _indices(system.shape[0])
+    row, column = indices(system.shape[0])
     pair = (row >> 1) == (column >> 1)
     eye = jnp.where(row == column, 1.0, 0.0)
     inverses.append(eye - jnp.where(pair, system, 0.0))
@@ -201,7 +207,7 @@ def _unit_lower_inverses(systems):
     for i, system in enumerate(systems):
       if system.shape[0] < 4 << (level - 1):
         continue  # all of it is joined
-      row, column = _indices(system.shape[0])
+      row, column = indices(system.shape[0])
       joins = ((row >> (level + 1)) == (column >> (level + 1))) & (
         (row >> level) != (column >> level)
       )
@@ -341,9 +347,8 @@ def solve(
       qk[i, j] = halves.dot(queries, across[j])
     q_state.append(halves.dot(queries, before))
 
-  beta = [jax.nn.sigmoid(x) for x in b]
-  softplus = [jnp.maximum(x, 0) + jnp.log(1 + jnp.exp(-jnp.abs(x))) for x in a]
-  g = [-jnp.exp(rate) * x for x in softplus]
+  gated = [gates(*x, rate) for x in zip(a, b, strict=True)]
+  beta, g = [x for x, _ in gated], [x for _, x in gated]
   if live is not None:
     beta = [jnp.where(x, y, 0.0) for x, y in zip(live, beta, strict=True)]
     g = [jnp.where(x, y, 0.0) for x, y in zip(live, g, strict=True)]
@@ -356,12 +361,12 @@ def solve(
   for i, j in pairs:
     difference = decay[i][:, None] - decay[j][None, :]
     # Masked before the exponential: outside the path it may overflow.
-    ratio = _exp(jnp.where(seen[i, j], difference, 0.0))
+    ratio = exp(jnp.where(seen[i, j], difference, 0.0))
     ratio = jnp.where(seen[i, j], ratio, 0.0)
     weights[i, j] = split(qk[i, j] * ratio)
     system[i, j] = beta[i] * kk[i, j] * ratio
     if i == j:
-      row, column = _indices(k[i].shape[0])
+      row, column = indices(k[i].shape[0])
       system[i, i] = jnp.where(row != column, system[i, i], 0.0)
   inverse = _unit_lower_inverses([system[i, i] for i in number])
 
@@ -369,7 +374,7 @@ def solve(
   # of the right-hand side takes three products whatever the others take.
   u: list[Sequence[Array]] = []
   for i in number:
-    kept = _exp(decay[i])[:, None]
+    kept = exp(decay[i])[:, None]
     right = beta[i] * (v[i] * down - kept * k_state[i])
     for j in range(i):
       right -= halves.dot(halves.split(system[i, j], 3), u[j])
@@ -381,7 +386,7 @@ def solve(
     u.append(halves.split(solved, 3))
     updated(i, solved * up)
   for i in number:
-    o = _exp(decay[i])[:, None] * q_state[i]
+    o = exp(decay[i])[:, None] * q_state[i]
     for j in range(i + 1):
       o += halves.dot(weights[i, j], u[j][: len(weights[i, j])])
     output(i, o * (up * scale), decay[i])

@@ -48,18 +48,26 @@ def dot(a: Sequence[Array], b: Sequence[Array]) -> Float[Array, "M N"]:
   return one(a[1], b[0]) + one(a[0], b[1]) + one(a[0], b[0])
 
 
-def window(top: Float[Array, "*B"]) -> tuple[Array, Array]:
+def window(
+  top: Float[Array, "*B"], *, lowest: int = _LOWEST, step: int = _STEP
+) -> tuple[Array, Array]:
   """Powers of two into float16's range and back.
 
   Args:
     top: the largest magnitude of what is to be split.
+    lowest, step: its exponent will be in [lowest, lowest + step).
 
   Returns:
-    down, with 2^-7 <= down * top < 2^9, and 1 / down. Both stay finite: zeros
-    stay zeros, and numbers beyond 2^105 overflow as they would in float32.
+    down, with 2^-7 <= down * top < 2^9 if nothing else is asked for, and
+    1 / down. Both stay finite: zeros stay zeros, and numbers beyond 2^105
+    overflow as they would in float32.
   """
   exponent = (lax.bitcast_convert_type(top, jnp.int32) >> 23) - 127
-  steps = jnp.clip((exponent - _LOWEST) >> 4, -6, 6) * _STEP
+  bound = 96 // step
+  steps = (
+    jnp.clip((exponent - lowest) >> (step.bit_length() - 1), -bound, bound)
+    * step
+  )
 
   def power(e):
     return lax.bitcast_convert_type((e + 127) << 23, jnp.float32)

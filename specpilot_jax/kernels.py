@@ -84,7 +84,7 @@ def check(kernels: Kernels, config: ModelConfig, dtype: str) -> None:
   for name, implementation in as_dict(kernels).items():
     if not dispatch.is_kernel(implementation):
       continue
-    compiled = implementation in ("triton", "mosaic")
+    compiled = implementation != "interpret"
     if compiled and jax.default_backend() != "gpu":
       raise SpecPilotError(
         f"kernel {name}: {implementation} needs an NVIDIA GPU, JAX runs on"

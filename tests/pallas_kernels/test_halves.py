@@ -47,6 +47,12 @@ class HalvesTest(parameterized.TestCase):
       np.asarray(down)[(tops >= 2.0**-7) & (tops < 2.0**9)], 1
     )
 
+  def test_narrow_window(self):
+    tops = 2.0 ** np.arange(-80, 100, dtype=np.float32) * np.float32(1.5)
+    down, up = halves.window(jnp.asarray(tops), lowest=10, step=1)
+    np.testing.assert_array_equal(down * up, 1)
+    np.testing.assert_array_equal(down * tops, 1.5 * 2.0**10)
+
 
 if __name__ == "__main__":
   absltest.main()
