@@ -176,6 +176,22 @@ def chain_and_bush(nodes: int) -> np.ndarray:
   return mask
 
 
+def _layer(config: ModelConfig, seed, n: int) -> tuple[jax.Array, ...]:
+  """What the Gated DeltaNet kernels of a layer take, for n tokens."""
+  heads, key_heads = config.gdn_num_value_heads, config.gdn_num_key_heads
+  key, value = config.gdn_key_head_dim, config.gdn_value_head_dim
+  channels = 2 * key_heads * key + heads * value
+  projected = channels + heads * value + 2 * heads
+  k = jax.random.split(jax.random.key(seed), 6)
+  return (
+    _normal(k[0], (n, channels)),
+    _normal(k[1], (n, projected), jnp.bfloat16),
+    _normal(k[2], (heads,)) - 3,
+    _normal(k[3], (heads,)),
+    _normal(k[4], (heads, key, value), scale=0.1),
+  )
+
+
 def recurrent(
   config: ModelConfig, counts: Sequence[int]
 ) -> Iterator[Operation]:
@@ -185,16 +201,7 @@ def recurrent(
   channels = 2 * key_heads * key + heads * value
   state_bytes = 4 * heads * key * value
 
-  def layer(seed, n):
-    k = jax.random.split(jax.random.key(seed), 6)
-    projected = channels + heads * value + 2 * heads
-    return (
-      _normal(k[0], (n, channels)),
-      _normal(k[1], (n, projected), jnp.bfloat16),
-      _normal(k[2], (heads,)) - 3,
-      _normal(k[3], (heads,)),
-      _normal(k[4], (heads, key, value), scale=0.1),
-    )
+  layer = functools.partial(_layer, config)
 
   def token(seed):
     mixed, projected, a_log, dt_bias, state = layer(seed, 8)
@@ -245,6 +252,87 @@ def recurrent(
       "triton",
       2 * state_bytes,
     )
+
+
+def of_requests(config: ModelConfig, requests: int) -> Iterator[Operation]:
+  """The kernels of a tree's states for several requests, as a batch maps them,
+  with the tiles that they ship with and others."""
+  heads, key_heads = config.gdn_num_value_heads, config.gdn_num_key_heads
+  state_bytes = 4 * heads * config.gdn_key_head_dim * config.gdn_value_head_dim
+  nodes = 16
+  mask = jnp.asarray(chain_and_bush(nodes))
+  layers = [
+    jax.vmap(lambda seed: (*_layer(config, seed, nodes), mask))(
+      jnp.arange(i * requests, (i + 1) * requests)
+    )
+    for i in range(LAYERS)
+  ]
+  verify = functools.partial(gdn_verify.verify, key_heads=key_heads)
+
+  def operation(name, function, layers, tile, nbytes):
+    def call(*arguments, implementation):
+      own = functools.partial(
+        function, implementation=implementation, tile=tile
+      )
+      return jax.vmap(own)(*arguments)
+
+    cut = f"{tile.columns} columns {tile.num_warps} warps"
+    name = f"{name} of {requests} requests, {cut}"
+    return Operation(name, call, layers, "triton", requests * nbytes)
+
+  shipped = gdn_verify.TILES[nodes, 1]
+  for columns, warps in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
+    tile = dataclasses.replace(shipped, columns=columns, num_warps=warps)
+    yield operation("gdn_verify", verify, layers, tile, state_bytes)
+  stash = jax.jit(
+    lambda layers: [jax.vmap(verify)(*layer)[1:] for layer in layers]
+  )(layers)
+  path = jnp.tile(jnp.arange(nodes, dtype=jnp.int32), (requests, 1))
+  count = jnp.arange(requests, dtype=jnp.int32) % nodes + 1
+  layers = [
+    (layer[4], *kept, path, count)
+    for layer, kept in zip(layers, stash, strict=True)
+  ]
+  for columns, warps in (
+    (16, 4),
+    (32, 4),
+    (64, 4),
+    (64, 8),
+    (128, 4),
+    (128, 8),
+  ):
+    tile = gdn_commit.Tile(columns, warps)
+    yield operation(
+      "gdn_commit", gdn_commit.commit, layers, tile, 2 * state_bytes
+    )
+
+
+def prompt_attention(config: ModelConfig) -> Iterator[Operation]:
+  """Attention of a run of prompt behind as many tokens, beside plain JAX."""
+  heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+  for n in RUNS:
+    room = (kv_heads, 2 * n + 256, dim)
+    layers = []
+    for i in range(LAYERS):
+      k = jax.random.split(jax.random.key(i), 5)
+      layers.append(
+        (
+          *(_normal(k[j], (n, x, dim), jnp.bfloat16)
+            for j, x in enumerate((heads, kv_heads, kv_heads))),
+          *(_normal(x, room, jnp.bfloat16) for x in k[3:]),
+          jnp.int32(n),
+          None,
+        )
+      )  # fmt: skip
+    for implementation in ("triton", "reference"):
+      yield Operation(
+        f"prompt_attention {n} tokens behind {n}",
+        functools.partial(tree_attention.tree_attention, scale=dim**-0.5),
+        layers,
+        implementation,
+        2 * dim * (2 * n * heads + 4 * n * kv_heads),
+        4 * heads * dim * n * (n + n // 2),
+      )
 
 
 def attention(

@@ -40,6 +40,10 @@ _PREFIXES = flags.DEFINE_list(
 _SHAPES = flags.DEFINE_list(
   "shapes", [], "Only these matrices, OUTxIN; all of the model by default."
 )
+_REQUESTS = flags.DEFINE_integer(
+  "requests", 0, "Times the state's kernels for so many at once too.",
+  lower_bound=0,
+)  # fmt: skip
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
@@ -81,6 +85,13 @@ def main() -> None:
   content["tree"] += kernel_cases.time_operations(
     kernel_cases.attention(config, nodes, prefixes, _ATTENTION.value), device
   )
+  content["tree"] += kernel_cases.time_operations(
+    kernel_cases.prompt_attention(config), device
+  )
+  if _REQUESTS.value:
+    content["tree"] += kernel_cases.time_operations(
+      kernel_cases.of_requests(config, _REQUESTS.value), device
+    )
   keep("tree", content["tree"])
   found: list[dict[str, Any]] = []
   for shape, count in sorted(shapes.items()):

@@ -44,10 +44,10 @@ def is_kernel(implementation: str) -> bool:
 class Kernels:
   """The implementation of every operation that has a kernel.
 
-  Passes over a run of prompt take the references, but for `gdn_prefill` and the
-  products with weights: `fp8_matmul` and `w12_matmul`, the latter up to the
-  rows that it takes. Scores of a kernel's outputs come from the definition,
-  those of runs and products too.
+  Passes over a run of prompt take the references, but for `gdn_prefill`,
+  `prompt_attention` and the products with weights: `fp8_matmul` and
+  `w12_matmul`, the latter up to the rows that it takes. Scores of a kernel's
+  outputs come from the definition, those of runs and products too.
 
   Attributes:
     gdn_decode: a Gated DeltaNet mixer's one token (`gdn_decode.decode`).
@@ -55,6 +55,7 @@ class Kernels:
     gdn_verify: its nodes of a tree (`gdn_verify.verify`).
     gdn_commit: its state after an accepted path (`gdn_commit.commit`).
     tree_attention: `tree_attention.tree_attention`, the drafter's too.
+    prompt_attention: that of a run of prompt.
     w12_matmul: rows times weights in W12 (`w12_matmul.matmul`).
     fp8_matmul: rows times weights in FP8 (`fp8_matmul.matmul`).
     add_norm: its residual sums and their norms (`add_norm.add_norm`).
@@ -67,6 +68,7 @@ class Kernels:
   gdn_verify: VerifyImplementation = "reference"
   gdn_commit: Implementation = "reference"
   tree_attention: AttentionImplementation = "reference"
+  prompt_attention: Implementation = "reference"
   w12_matmul: W12Implementation = "reference"
   fp8_matmul: Implementation = "reference"
   add_norm: Implementation = "reference"
@@ -80,7 +82,12 @@ class Kernels:
   @property
   def in_runs(self) -> bool:
     """Whether any is taken by passes over a run of prompt."""
-    own = self.gdn_prefill, self.w12_matmul, self.fp8_matmul
+    own = (
+      self.gdn_prefill,
+      self.prompt_attention,
+      self.w12_matmul,
+      self.fp8_matmul,
+    )
     return any(map(is_kernel, own))
 
   @classmethod

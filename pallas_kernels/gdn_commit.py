@@ -4,6 +4,7 @@ In plain JAX the sum over the path is written out and read again, as large as
 the state itself; the kernel reads and writes the state once, in place.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -15,11 +16,25 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, gated_delta, halves
 
-COLUMNS, NUM_WARPS = 16, 4
-"""Of a value head's state per program, and its warps. On an H200, 48 heads of
-128 x 128, with products in bfloat16 halves: 4.5 us for 16 nodes and for 64; 16
-columns and 2 warps 4.5 and 4.6, 32 and 4 5.1, 64 and 4 5.1 and 5.4, 128 and 8
-6.6."""
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How the kernel is cut.
+
+  Attributes:
+    columns: of a value head's state per program at most.
+    num_warps: per program.
+  """
+
+  columns: int
+  num_warps: int
+
+
+TILE = Tile(columns=16, num_warps=4)
+"""On an H200, 48 heads of 128 x 128, with products in bfloat16 halves: 4.5 us
+for 16 nodes and for 64; 16 columns and 2 warps 4.5 and 4.6, 32 and 4 5.1, 64
+and 4 5.1 and 5.4, 128 and 8 6.6. Of 16 requests at once 43 us, 24 by bytes, and
+no other has been tried."""
 
 ROWS = 16
 """Nodes of the path that are added at a time."""
@@ -34,14 +49,16 @@ def commit(
   count: Int[Array, ""],
   *,
   implementation: dispatch.Implementation = "reference",
+  tile: Tile = TILE,
 ) -> Float[Array, "Hv K V"]:
   """`gated_delta.commit`.
 
   Args:
     implementation: the kernel takes float32.
+    tile: how it is cut.
   """
   if implementation != "reference":
-    return _commit_kernel(state, k, u, decay, path, count, implementation)
+    return _commit_kernel(state, k, u, decay, path, count, implementation, tile)
   return gated_delta.commit(state, k, u, decay, path, count)
 
 
@@ -75,15 +92,15 @@ def _program(
   after_ref[...] = after
 
 
-@dispatch.once("implementation")
-def _commit_kernel(state, k, u, decay, path, count, implementation):
+@dispatch.once("implementation", "tile")
+def _commit_kernel(state, k, u, decay, path, count, implementation, tile):
   if state.dtype != jnp.float32:
     raise ValueError(f"commit's kernel takes float32, not {state.dtype}")
   heads, key_dim, value_dim = state.shape
   n, key_heads, _ = k.shape
   repeat = heads // key_heads
-  columns = math.gcd(COLUMNS, value_dim)
-  tile = pl.BlockSpec(
+  columns = math.gcd(tile.columns, value_dim)
+  block = pl.BlockSpec(
     (None, key_dim, columns), lambda head, block: (head, 0, block)
   )
   count = jnp.asarray(count, jnp.int32).reshape(1)
@@ -98,12 +115,14 @@ def _commit_kernel(state, k, u, decay, path, count, implementation):
       pl.BlockSpec((n, None), lambda head, block: (0, head)),
       pl.BlockSpec(path.shape, lambda head, block: (0,)),
       pl.BlockSpec((1,), lambda head, block: (0,)),
-      tile,
+      block,
     ],
-    out_specs=tile,
+    out_specs=block,
     out_shape=jax.ShapeDtypeStruct(state.shape, jnp.float32),
     input_output_aliases={5: 0},  # each program reads its own tile
-    compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
+    compiler_params=pltriton.CompilerParams(
+      num_warps=tile.num_warps, num_stages=1
+    ),
     interpret=implementation == "interpret",
     name="gdn_commit",
   )(k, u, decay, path.astype(jnp.int32), count, state)

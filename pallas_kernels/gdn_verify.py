@@ -117,6 +117,7 @@ def verify(
   *,
   key_heads: int,
   implementation: dispatch.VerifyImplementation = "reference",
+  tile: Tile | None = None,
 ) -> tuple[
   Float[Array, "N Hv V"],
   Float[Array, "N Hk K"],
@@ -135,6 +136,7 @@ def verify(
     implementation: `per_path` recomputes each node's path from the root, as
       engines without the tree form do. The kernel takes float32 and up to 128
       nodes; its products are `products_for` the dtype of `projected`.
+    tile: how the kernel is cut; that of `TILES` by default.
 
   Returns:
     Outputs before the gated norm, and what `gated_delta.commit` needs:
@@ -142,8 +144,9 @@ def verify(
   """
   if dispatch.is_kernel(implementation):
     return _verify_kernel(
-      mixed, projected, a_log, dt_bias, state, mask, key_heads, implementation
-    )
+      mixed, projected, a_log, dt_bias, state, mask, key_heads, implementation,
+      tile,
+    )  # fmt: skip
   heads, key_dim, _ = state.shape
   b, a = jnp.split(projected[:, -2 * heads :].astype(state.dtype), 2, axis=-1)
   q, k, v, g, beta = gated_delta.prepare(
@@ -439,9 +442,9 @@ class Rows:
     return pl.BlockSpec(x.shape, lambda head, block: (0,) * x.ndim)
 
 
-@dispatch.once("key_heads", "implementation")
+@dispatch.once("key_heads", "implementation", "tile")
 def _verify_kernel(
-  mixed, projected, a_log, dt_bias, state, mask, key_heads, implementation
+  mixed, projected, a_log, dt_bias, state, mask, key_heads, implementation, tile
 ):
   n = mixed.shape[0]
   heads, key_dim, value_dim = state.shape
@@ -449,7 +452,7 @@ def _verify_kernel(
     raise ValueError(f"verify's kernel takes float32, not {state.dtype}")
   nodes = _padded(n)
   products = products_for(projected.dtype)
-  tile = TILES[nodes, products]
+  tile = tile or TILES[nodes, products]
   repeat = heads // key_heads
   first_value = 2 * key_heads * key_dim
   columns = math.gcd(tile.columns, value_dim, first_value)

@@ -26,7 +26,7 @@ def tree_attention(
   k_prefix: Float[Array, "Hkv T D"],
   v_prefix: Float[Array, "Hkv T D"],
   length: Int[Array, ""],
-  mask: Bool[Array, "N N"],
+  mask: Bool[Array, "N N"] | None,
   scale: float,
   first: Int[Array, ""] | int = 0,
   *,
@@ -41,7 +41,8 @@ def tree_attention(
   Args:
     length: committed rows of the prefix; rows behind it do not matter, whatever
       finite values they hold.
-    mask: mask[i, j] is True where j is i or an ancestor of i.
+    mask: mask[i, j] is True where j is i or an ancestor of i. None of a run:
+      each node sees itself and those before it.
     scale: factor on q k^T.
     first: first visible row of the prefix (a sliding window's edge).
     implementation: the kernel takes bfloat16 and float32. `mosaic` is the one
@@ -51,20 +52,17 @@ def tree_attention(
   Returns:
     Attention outputs [N, H, D] in the dtype of q.
   """
-  if implementation == "mosaic" and not tree_hopper.pays(q, k_prefix):
-    implementation = "triton"
-  if implementation == "mosaic":
-    return _of_one_request(scale)(
-      q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask,
-      jnp.asarray(first, jnp.int32),
-    )  # fmt: skip
   if implementation != "reference":
-    return _tree_attention_kernel(
-      q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,
-      implementation,
-    )  # fmt: skip
+    rest = (length, jnp.asarray(first, jnp.int32))
+    if mask is not None:
+      rest = (*rest, mask)
+    return _kernel(scale, implementation)(
+      q, k_nodes, v_nodes, k_prefix, v_prefix, *rest
+    )
   n, heads, dim = q.shape
   kv_heads, capacity, _ = k_prefix.shape
+  if mask is None:
+    mask = jnp.tril(jnp.ones((n, n), bool))
   acc = jnp.promote_types(q.dtype, jnp.float32)
 
   def einsum(spec, *operands):
@@ -95,24 +93,33 @@ def tree_attention(
   return out.reshape(n, heads, dim).astype(q.dtype)
 
 
-def _of_one_request(scale: float):
-  """The Hopper kernel, but Triton's for several requests in one `vmap`."""
+def _kernel(scale: float, implementation: dispatch.AttentionImplementation):
+  """A kernel of the operands; Triton's where `vmap` has several requests."""
 
   @jax.custom_batching.custom_vmap
-  def one(*operands):
-    *rest, first = operands
-    return tree_hopper.attend(*rest, scale=scale, first=first)
+  def one(q, k_nodes, v_nodes, k_prefix, v_prefix, length, first, *mask):
+    if implementation == "mosaic" and mask and tree_hopper.pays(q, k_prefix):
+      return tree_hopper.attend(
+        q, k_nodes, v_nodes, k_prefix, v_prefix, length, *mask,
+        scale=scale, first=first,
+      )  # fmt: skip
+    return triton(
+      1, q, k_nodes, v_nodes, k_prefix, v_prefix, length, first, *mask
+    )
+
+  def triton(requests, *operands):
+    return _tree_attention_kernel(
+      *operands,
+      scale=scale,
+      interpret=implementation == "interpret",
+      requests=requests,
+    )
 
   @one.def_vmap
-  def several(_, batched, *operands):
-    def attend(*operands):
-      *rest, first = operands
-      return _tree_attention_kernel(
-        *rest, scale=scale, first=first, implementation="triton"
-      )
-
+  def several(requests, batched, *operands):
     axes = tuple(0 if x else None for x in batched)
-    return jax.vmap(attend, in_axes=axes)(*operands), True
+    mapped = jax.vmap(functools.partial(triton, requests), in_axes=axes)
+    return mapped(*operands), True
 
   return one
 
@@ -193,8 +200,12 @@ def tile_for(rows: int, dim: int, itemsize: int, memory: int) -> Tile:
   return tile
 
 
+SEVERAL = 4
+"""Times as many programs as run at once, for several requests; not timed."""
+
 NODE_STEPS = 2
-"""Blocks of the prefix that the nodes take as long as: loads wait for loads."""
+"""Blocks of the prefix that the nodes of a tree take as long as: loads wait for
+loads."""
 
 
 def _program(
@@ -205,33 +216,35 @@ def _program(
   v_ref,
   first_ref,
   length_ref,
-  mask_ref,
-  out_ref,
-  top_ref,
-  total_ref,
-  *,
+  *refs,
+  n,
   rows,
   columns,
   group,
   scale,
   splits,
   block,
+  node_steps,
   precision,
 ):
   """One key head, some query rows; one part of the nodes and the prefix.
 
-  Query rows are pairs (node, head of the group). Leaves sum 2^(score - top) v,
+  The mask comes before what is left behind, of a run there is none. Query rows
+  are pairs (node, head of the group). Leaves sum 2^(score - top) v,
   top and sum 2^(score - top) of its part, scores times log2(e). Parts without
   a step leave a sum of 0.
   """
+  *masks, out_ref, top_ref, total_ref = refs
   kv_head, part = pl.program_id(0), pl.program_id(2)
-  kv_heads, n = pl.num_programs(0), mask_ref.shape[0]
+  kv_heads = pl.num_programs(0)
   first, length = first_ref[0], length_ref[0]
   steps, share = tree_parts.shares(
-    first, length, node_steps=NODE_STEPS, splits=splits, block=block
+    first, length, node_steps=node_steps, splits=splits, block=block
   )
   begin = part * share
-  row = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
+  begin_row = pl.program_id(1) * rows
+  row = begin_row + lax.iota(jnp.int32, rows)
+  last = (jnp.minimum(begin_row + rows, n * group) - 1) // group
   # Rows behind the last are computed as if they were its own, and never read.
   node = jnp.minimum(row // group, n - 1)
   dim, capacity = q_ref.shape[1], k_ref.shape[0]
@@ -246,25 +259,38 @@ def _program(
     higher = jnp.maximum(top, scores.max(axis=1))
     shrink = jnp.exp2(top - higher)
     weights = jnp.exp2(scores - higher[:, None])
-    if columns < n:  # a row that has seen nothing: its top is a masked score
+    if masks and columns < n:  # a row that has seen nothing has a masked top
       weights = jnp.where(visible, weights, 0.0)
     out = out * shrink[:, None] + dot(weights.astype(values.dtype), values)
     return higher, total * shrink + weights.sum(axis=1), out
 
+  def add_some_nodes(at, carry):
+    other = at + lax.iota(jnp.int32, columns)
+    inside = other < n
+    other = jnp.minimum(other, n - 1)
+    if masks:
+      seen = masks[0][node[:, None], other[None, :]] != 0
+    else:
+      seen = other[None, :] <= node[:, None]
+    keys, values = (
+      ref[other * kv_heads + kv_head, :] for ref in (k_nodes_ref, v_nodes_ref)
+    )
+    return add(carry, keys, values, seen & inside[None, :])
+
   def add_nodes(carry):
-    for at in range(0, power_of_two(n), columns):
-      other = at + lax.iota(jnp.int32, columns)
-      inside = other < n
-      other = jnp.minimum(other, n - 1)
-      seen = mask_ref[node[:, None], other[None, :]]
-      keys, values = (
-        ref[other * kv_heads + kv_head, :] for ref in (k_nodes_ref, v_nodes_ref)
-      )
-      carry = add(carry, keys, values, (seen != 0) & inside[None, :])
-    return carry
+    if masks:
+      for at in range(0, power_of_two(n), columns):
+        carry = add_some_nodes(at, carry)
+      return carry
+    return lax.fori_loop(
+      0,
+      last // columns + 1,
+      lambda i, carry: add_some_nodes(i * columns, carry),
+      carry,
+    )
 
   def add_block(i, carry):
-    index = first + (i - NODE_STEPS) * block + lax.iota(jnp.int32, block)
+    index = first + (i - node_steps) * block + lax.iota(jnp.int32, block)
     inside = index < length  # one at least
     index = jnp.minimum(index, capacity - 1)
     return add(carry, k_ref[index, :], v_ref[index, :], inside[None, :])
@@ -280,7 +306,7 @@ def _program(
     )
     start = lax.cond(part == 0, add_nodes, lambda carry: carry, nothing)
     top, total, out = lax.fori_loop(
-      jnp.maximum(begin, NODE_STEPS),
+      jnp.maximum(begin, node_steps),
       jnp.minimum(begin + share, steps),
       add_block,
       start,
@@ -294,10 +320,10 @@ def _program(
     total_ref[...] = jnp.zeros((rows,), jnp.float32)
 
 
-@dispatch.once("scale", "implementation")
+@dispatch.once("scale", "interpret", "requests")
 def _tree_attention_kernel(
-  q, k_nodes, v_nodes, k_prefix, v_prefix, length, mask, scale, first,
-  implementation,
+  q, k_nodes, v_nodes, k_prefix, v_prefix, length, first, mask=None, *,
+  scale, interpret, requests,
 ):  # fmt: skip
   if q.dtype not in (jnp.bfloat16, jnp.float32):
     raise ValueError(f"tree_attention's kernel does not take {q.dtype}")
@@ -307,9 +333,16 @@ def _tree_attention_kernel(
   tile = tile_for(n * group, dim, q.dtype.itemsize, dispatch.shared_memory())
   row_tiles = pl.cdiv(n * group, tile.rows)
   most = 1 + -(-capacity // tile.block)
-  splits = max(1, min(tile.programs // (kv_heads * row_tiles), most))
+  # Of several requests in more programs than run at once, since their prefixes
+  # differ in length; in as many parts as alone the parts would be more bytes
+  # than the keys.
+  programs = tile.programs if requests == 1 else SEVERAL * tile.programs
+  splits = max(1, min(programs // (kv_heads * row_tiles * requests), most))
   bounds = [jnp.asarray(x, jnp.int32).reshape(1) for x in (first, length)]
-  mask = mask.astype(jnp.int32)
+  run = mask is None
+  masks = [] if mask is None else [mask.astype(jnp.int32)]
+  # The nodes of a run come in a loop, with blocks in flight of its own.
+  node_steps = pl.cdiv(n, tile.block) if run else NODE_STEPS
 
   def whole(x):
     return pl.BlockSpec(x.shape, lambda *index: (0,) * x.ndim)
@@ -329,25 +362,25 @@ def _tree_attention_kernel(
     (None, capacity, dim), lambda head, row, part: (head, 0, 0)
   )
   rows = row_tiles * tile.rows
-  interpret = implementation == "interpret"
   partial = pl.pallas_call(
     functools.partial(
       _program,
+      n=n,
       rows=tile.rows,
-      columns=min(power_of_two(n), tile.nodes),
+      columns=min(power_of_two(n), tile.block if run else tile.nodes),
       group=group,
       scale=scale,
       precision=None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
       splits=splits,
       block=tile.block,
+      node_steps=node_steps,
     ),
     grid=(kv_heads, row_tiles, splits),
     in_specs=[
       *(whole(x) for x in small),
       prefix,
       prefix,
-      *(whole(x) for x in bounds),
-      whole(mask),
+      *(whole(x) for x in (*bounds, *masks)),
     ],
     out_specs=[of_part(tile.rows, dim), of_part(tile.rows), of_part(tile.rows)],
     out_shape=[
@@ -361,6 +394,6 @@ def _tree_attention_kernel(
     ),
     interpret=interpret,
     name="tree_attention",
-  )(*small, k_prefix, v_prefix, *bounds, mask)
+  )(*small, k_prefix, v_prefix, *bounds, *masks)
 
   return tree_parts.combine(*partial, nodes=n, group=group, interpret=interpret)

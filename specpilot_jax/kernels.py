@@ -23,6 +23,7 @@ _POWERS_OF_TWO = {
   "gdn_verify": _GDN_SIZES,
   "gdn_commit": _GDN_SIZES,
   "tree_attention": ("head_dim",),
+  "prompt_attention": ("head_dim",),
 }
 """Sizes that a kernel's tiles are made of."""
 

@@ -22,6 +22,7 @@ class Attention(nnx.Module):
   ):
     self.config = config
     self.kernels = kernels
+    self.definition = False  # see `layers.by_definition`
     q_rows = config.num_heads * config.head_dim
     # Qwen3.5's q_proj packs [q | gate] for each head.
     self.q_rows = q_rows * (2 if config.attention_gate else 1)
@@ -102,6 +103,12 @@ class Attention(nnx.Module):
     """Attention proper, of the nodes of one request."""
     q, k, v = rows
     scale = self.config.head_dim**-0.5
+    implementation, mask = self.kernels.tree_attention, nodes.mask
+    if nodes.is_prompt:
+      mask = None
+      implementation = self.kernels.prompt_attention
+      if self.definition:
+        implementation = "reference"
     out = tree_attention.tree_attention(
       q,
       k,
@@ -109,10 +116,8 @@ class Attention(nnx.Module):
       state.k,
       state.v,
       length,
-      nodes.mask,
+      mask,
       scale,
-      implementation=(
-        "reference" if nodes.is_prompt else self.kernels.tree_attention
-      ),
+      implementation=implementation,
     )
     return out, AttentionStash(k=k, v=v)

@@ -45,7 +45,7 @@ FUNCTIONS = {
   "gdn_prefill": (gdn_prefill, "_prefill_kernel"),
   "gdn_verify": (gdn_verify, "_verify_kernel"),
   "gdn_commit": (gdn_commit, "_commit_kernel"),
-  "tree_attention": (tree_attention, "_tree_attention_kernel"),
+  "tree_attention": (tree_attention, "_tree_attention_kernel"),  # of runs too
   "add_norm": (add_norm, "_add_norm_kernel"),
   "w12_matmul": (w12_matmul, "_matmul_kernel"),
   "tree_growth": (tree_growth, "_grow_kernel"),
@@ -123,7 +123,7 @@ class EngineTest(parameterized.TestCase):
     with counted() as calls:
       jax.eval_shape(fns.step, running._params, carry, running.request(GREEDY))
       found = {name: call.call_count for name, call in calls.items()}
-      # A run of prompt takes the references, but for its own kernel.
+      # A run of prompt takes the references, but for its own kernels.
       tokens, count = jnp.zeros(8, jnp.int32), jnp.int32(8)
       jax.eval_shape(fns.prefill, running._params, carry, tokens, count)
       behind = {name: call.call_count for name, call in calls.items()}
@@ -144,6 +144,8 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(found, expected)
     if operation == "gdn_prefill":
       expected[operation] = GDN_LAYERS
+    elif operation == "prompt_attention":
+      expected["tree_attention"] = ATTENTION_LAYERS
     self.assertEqual(behind, expected)
     self.assertEqual({k: v.call_count for k, v in calls.items()}, expected)
 

@@ -4,9 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments import devices, kernel_cases, tile_timing
+from pallas_kernels import gated_delta
 from specpilot_jax import configs
 from tests.decoding import kit
 
@@ -98,6 +100,31 @@ def check_operations(monkeypatch):
   assert next(whole).nbytes == 2 * state
   found = kernel_cases.time_operations(iter([wrong]), device)
   assert found[0]["error"] == 1
+
+
+def test_operations_of_several_requests_and_of_prompts(us, monkeypatch):
+  """As a batch maps them: each request's are what it has alone."""
+  monkeypatch.setattr(kernel_cases, "LAYERS", 1)
+  monkeypatch.setattr(kernel_cases, "RUNS", (8,))
+  config = kit.hybrid()
+  with kit.quick_compilation():
+    several = list(kernel_cases.of_requests(config, 2))
+    assert several[0].name == "gdn_verify of 2 requests, 32 columns 4 warps"
+    assert several[-1].name == "gdn_commit of 2 requests, 128 columns 8 warps"
+    assert several[-1].nbytes == 2 * several[0].nbytes
+    commit = several[-1]
+    (arguments,) = commit.layers
+    both = commit.call(*arguments, implementation="reference")
+    one = gated_delta.commit(*(x[1] for x in arguments))
+    np.testing.assert_allclose(both[1], one, rtol=1e-6, atol=1e-6)
+    prompts = list(kernel_cases.prompt_attention(config))
+    assert [o.implementation for o in prompts] == ["triton", "reference"]
+    here = [dataclasses.replace(o, implementation="reference") for o in prompts]
+    found = kernel_cases.time_operations(
+      iter(here[:1]), devices.lookup("NVIDIA H200")
+    )
+  assert found[0]["operation"] == "prompt_attention 8 tokens behind 8"
+  assert found[0]["error"] < 0.02
 
 
 def test_a_tree_of_chains():

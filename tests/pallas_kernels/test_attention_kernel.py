@@ -69,6 +69,30 @@ class AttentionKernelTest(parameterized.TestCase):
     mask = jnp.asarray(trees.mask_of(trees.random_parents(rng, 16)))
     self.check(arrays, 150, mask, 0, jnp.bfloat16, 2e-2)
 
+  @parameterized.parameters((2, 0), (9, 100), (75, 0), (75, 64), (192, 30))
+  def test_runs(self, n, length):
+    """Each sees those before it; blocks that no row sees are skipped."""
+    rng = np.random.default_rng(n)
+    arrays = arguments(rng, n, 2, 3, 120)
+    self.check(arrays, length, None, 0, jnp.float32, 3e-6)
+    tile = tree_attention.Tile(rows=16, block=16, programs=24, num_warps=4)
+    with mock.patch.object(tree_attention, "tile_for", return_value=tile):
+      jax.clear_caches()
+      self.check(arrays, length, None, 0, jnp.float32, 3e-6)
+    jax.clear_caches()
+
+  def test_a_run_sees_nothing_behind_it(self):
+    rng = np.random.default_rng(0)
+    q, k, v, *prefix = arguments(rng, 70, 2, 3, 40)
+
+    def attend():
+      arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v, *prefix)]
+      return interpreted(*arrays, jnp.int32(20), None, scale=SCALE)
+
+    clean = attend()
+    k[50:], v[50:] = 1e4, -1e4
+    np.testing.assert_array_equal(attend()[:50], clean[:50])
+
   def test_rows_behind_the_length_do_not_matter(self):
     rng = np.random.default_rng(0)
     q, k, v, k_prefix, v_prefix = (
@@ -85,7 +109,7 @@ class AttentionKernelTest(parameterized.TestCase):
     dirty = attend()
     np.testing.assert_array_equal(clean, dirty)
 
-  @parameterized.product(gpu=tuple(lowering.GPUS), nodes=(1, 16, 64))
+  @parameterized.product(gpu=tuple(lowering.GPUS), nodes=(1, 16, 64, 512))
   def test_lowers_at_27b_shapes(self, gpu, nodes):
     def shape(*dims, dtype=jnp.bfloat16):
       return jax.ShapeDtypeStruct(dims, dtype)
@@ -96,6 +120,7 @@ class AttentionKernelTest(parameterized.TestCase):
         implementation="triton",
       )  # fmt: skip
 
+    mask = shape(nodes, nodes, dtype=jnp.bool_)
     text = lowering.lower(
       attend,
       gpu,
@@ -105,7 +130,7 @@ class AttentionKernelTest(parameterized.TestCase):
       shape(4, 1296, 256),
       shape(4, 1296, 256),
       shape(dtype=jnp.int32),
-      shape(nodes, nodes, dtype=jnp.bool_),
+      None if nodes > 64 else mask,  # a run of prompt
     )
     self.assertIn("__gpu$xla.gpu.triton", text)
 
