@@ -31,23 +31,35 @@ kernels() {
 }
 # 100 s: the matrices that most bytes are in.
 kernels_large() {
-  kernels --shapes=16480x5120,34816x5120,248320x5120 --nodes=16,64
+  kernels --shapes=16480x5120,34816x5120,248320x5120 --nodes=16,64 "$@"
+}
+# 150 s: those of the recurrent state for 16 requests, with several tiles.
+kernels_requests() {
+  kernels --products= --nodes=16 --prefixes=1024 --requests=16 "$@"
 }
 # 90 s
-attention() { kernels --products= --attention=triton,mosaic; }
+attention() { kernels --products= --attention=triton,mosaic "$@"; }
 
-# 650 s: W12, trees and two levels beside stock, greedy.
+# 690 s: W12 with a tree, one level, two and auto, beside stock, greedy.
 levels() {
+  single --drafter=dflash2 --systems=ar,stock --num_prompts=44 \
+    --ablate=weights=w12 --ablate=tree=best_first \
+    --ablate=verification=one_level,two_level,auto "$@"
+}
+# 880 s: the same at temperature 1; 44 prompts make a control of 8,000 tokens.
+levels_t1() { levels --temperature=1 "$@"; }
+# 900 s: one at a time, the chain in W12 among them.
+levels_chain() {
   single --drafter=dflash2 --systems=ar,stock --num_prompts=44 \
     --ablate_design=one_at_a_time --ablate=weights=w12 \
     --ablate=tree=best_first,chain \
     --ablate=verification=one_level,two_level,auto "$@"
 }
-# 900 s: the same at temperature 1; 44 prompts make a control of 8,000 tokens.
-levels_t1() {
-  single --temperature=1 --drafter=dflash2 --systems=ar,stock \
-    --num_prompts=44 --ablate=weights=w12 --ablate=tree=best_first \
-    --ablate=verification=one_level,two_level,auto "$@"
+# 400 s: the time of their steps by class.
+levels_classes() {
+  single --drafter=dflash2 --job=profile --systems=ar,stock --num_prompts=8 \
+    --set=weights=w12,tree=best_first \
+    "--sweep=verification=one_level|two_level|auto" "$@"
 }
 # 330 s
 ar_w12() {
