@@ -12,7 +12,9 @@ W alone: what a row yields does not depend on how many rows there are.
 
 A program has some rows of W, up to 128 rows of x and a run of blocks. Where
 there would be too few programs the blocks are shared out; what each share sums
-up is added in order, by XLA, which fuses that with what follows.
+up is added in order, by XLA, which fuses that with what follows. With many rows
+of x there are programs enough, and one has all shares, in the same order: as
+parts in memory they would be more bytes than the matrix.
 """
 
 import dataclasses
@@ -61,32 +63,43 @@ class Card:
   Attributes:
     programs: that it can hold at once, about; blocks are shared out among so
       many at most.
+    multiprocessors: programs from which on each has all shares.
     tiles: by rows of x, a power of two.
+    whole: tiles of such programs, the largest first.
   """
 
   programs: int
+  multiprocessors: int
   tiles: dict[int, Tile]
+  whole: tuple[Tile, ...]
 
 
 HOPPER = Card(
   programs=660,
+  multiprocessors=132,
   tiles={
     16: Tile(),
     32: Tile(),
     64: Tile(num_stages=3),
     128: Tile(rows=128, num_warps=8, num_stages=3),
   },
+  whole=(
+    Tile(rows=128, num_warps=8, num_stages=3),
+    Tile(num_warps=8, num_stages=3),
+  ),
 )
 """132 multiprocessors that each hold five programs."""
 
 SMALL = Card(
   programs=564,
+  multiprocessors=188,
   tiles={
     16: Tile(num_stages=3),
     32: Tile(num_stages=3),
     64: Tile(num_stages=2),
     128: Tile(num_warps=8, num_stages=2),
   },
+  whole=(Tile(num_warps=8, num_stages=2),),
 )
 """188 multiprocessors of 99 KB of shared memory, such as an RTX PRO 6000's."""
 
@@ -111,6 +124,17 @@ def shares_of(w: FP8Array, programs: int) -> int:
   return max(1, min(programs // whole, pl.cdiv(columns, BLOCK)))
 
 
+def cut(mine: Card, n: int, w: FP8Array) -> tuple[Tile, int, int]:
+  """The tile for n rows of x, shares of the blocks, programs they are for."""
+  height, rows = rows_of(n), w.codes.shape[0]
+  shares = shares_of(w, mine.programs)
+  if height == MOST_ROWS:
+    for tile in mine.whole:
+      if pl.cdiv(n, height) * pl.cdiv(rows, tile.rows) >= mine.multiprocessors:
+        return tile, shares, 1
+  return mine.tiles[height], shares, shares
+
+
 def matmul(
   x: Float[Array, "N I"],
   w: FP8Array,
@@ -119,6 +143,7 @@ def matmul(
   implementation: dispatch.Implementation = "reference",
   tile: Tile | None = None,
   shares: int | None = None,
+  programs: int | None = None,
 ) -> Float[Array, "N Q"]:
   """x W^T for the rows of W that are codes, rounded once.
 
@@ -127,12 +152,25 @@ def matmul(
     w: its `rest` does not take part.
     out_dtype: of x unless given.
     implementation: the kernel takes any number of rows.
-    tile, shares: of the kernel, instead of those that suit the card.
+    tile: of the kernel, instead of that which suits the card.
+    shares: of the blocks, likewise.
+    programs: that the shares are for: as many, or one.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   if implementation == "reference":
     return _reference(x, w).astype(out_dtype)
-  return _kernel(x, w, implementation, tile, shares).astype(out_dtype)
+  own, all_shares, several = cut(card(), x.shape[0], w)
+  if shares is not None:
+    all_shares, several = shares, shares
+  return _kernel(
+    x,
+    w,
+    implementation,
+    tile or own,
+    all_shares,
+    programs or several,
+    jnp.dtype(out_dtype),
+  )
 
 
 def _reference(x, w):
@@ -169,15 +207,12 @@ def _product(x, w):
   return (products * (scale.T[:, :, None] * scales.T[:, None, :])).sum(axis=0)
 
 
-@dispatch.once("implementation", "tile", "shares")
-def _kernel(x, w, implementation, tile, shares):
+@dispatch.once("implementation", "tile", "shares", "programs", "out_dtype")
+def _kernel(x, w, implementation, tile, shares, programs, out_dtype):
   n = x.shape[0]
   rows = w.codes.shape[0]
   height = rows_of(n)
   padded = pl.cdiv(n, height) * height
-  mine = card()
-  tile = tile or mine.tiles[height]
-  shares = shares or shares_of(w, mine.programs)
   codes, scale = fp8_rows.quantize(x, w.block[1], padded, implementation)
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   parts = pl.pallas_call(
@@ -185,35 +220,39 @@ def _kernel(x, w, implementation, tile, shares):
       _sum_up, tile=tile, height=height, shares=shares, block=w.block
     ),
     # Programs next to one another have the same rows of W.
-    grid=(padded // height, pl.cdiv(rows, tile.rows), shares),
+    grid=(padded // height, pl.cdiv(rows, tile.rows), programs),
     in_specs=[anywhere] * 4,
     out_specs=anywhere,
-    out_shape=jax.ShapeDtypeStruct((shares, padded, rows), jnp.float32),
+    out_shape=jax.ShapeDtypeStruct(
+      (programs, padded, rows), out_dtype if programs == 1 else jnp.float32
+    ),
     compiler_params=pltriton.CompilerParams(
       num_warps=tile.num_warps, num_stages=tile.num_stages
     ),
     interpret=implementation == "interpret",
     name="fp8_matmul",
   )(codes, scale, w.codes, w.scale)
-  return functools.reduce(operator.add, [parts[i, :n] for i in range(shares)])
+  total = functools.reduce(operator.add, [part[:n] for part in parts])
+  return total.astype(out_dtype)
 
 
 def _sum_up(
   x_ref, s_ref, w_ref, scale_ref, out_ref, *, tile, height, shares, block
 ):
-  """What a run of blocks yields for some rows of x and of W.
+  """What a share of the blocks, or all, yields for some rows of x and of W.
 
   Args:
     x_ref: codes [n, blocks * 128].
     s_ref: their scales [C, n].
     w_ref: codes [Q, I].
     scale_ref: their scales [R, C].
-    out_ref: [shares, n, Q].
+    out_ref: [programs, n, Q].
   """
   blocks = x_ref.shape[1] // BLOCK
   rows, width = w_ref.shape
   here = pl.ds(pl.program_id(0) * height, height)
-  first, share = pl.program_id(1) * tile.rows, pl.program_id(2)
+  first, part = pl.program_id(1) * tile.rows, pl.program_id(2)
+  programs = out_ref.shape[0]
   row = first + jnp.arange(tile.rows)
   whole = rows % tile.rows == 0
 
@@ -237,12 +276,12 @@ def _sum_up(
     codes = x_ref[here, pl.ds(b * BLOCK, BLOCK)]
     return fp8_dot.dot(weights(b), codes)
 
-  begin, end = share * blocks // shares, (share + 1) * blocks // shares
-  total = jnp.zeros((tile.rows, height), jnp.float32)
-  if s_ref.shape[0] == 1:
-    total = lax.fori_loop(begin, end, lambda b, t: t + product(b), total)
-    total *= scales(0)
-  else:
+  def sum_of(share):
+    begin, end = share * blocks // shares, (share + 1) * blocks // shares
+    total = jnp.zeros((tile.rows, height), jnp.float32)
+    if s_ref.shape[0] == 1:
+      total = lax.fori_loop(begin, end, lambda b, t: t + product(b), total)
+      return total * scales(0)
 
     def step(b, carry):
       # The next scales are on their way while the units are at work.
@@ -250,11 +289,18 @@ def _sum_up(
       ahead = scales(jnp.minimum(b + 1, end - 1))
       return total + product(b) * scale, ahead
 
-    total, _ = lax.fori_loop(begin, end, step, (total, scales(begin)))
+    return lax.fori_loop(begin, end, step, (total, scales(begin)))[0]
+
+  total = sum_of(part)
+  if programs < shares:
+    total = lax.fori_loop(
+      1, shares, lambda share, total: total + sum_of(share), total
+    )
+  total = total.astype(out_ref.dtype)
   if whole:
-    out_ref[share, here, pl.ds(first, tile.rows)] = total.T
+    out_ref[part, here, pl.ds(first, tile.rows)] = total.T
   else:
     each = pl.program_id(0) * height + jnp.arange(height)
-    place = out_ref.at[share, each[:, None], row[None, :]]
+    place = out_ref.at[part, each[:, None], row[None, :]]
     live = jnp.broadcast_to((row < rows)[None, :], (height, tile.rows))
     pltriton.store(place, total.T, mask=live)

@@ -17,7 +17,7 @@ from tests.pallas_kernels import lowering
 
 BLOCKS = (BLOCK, BLOCK)
 BFLOAT16 = ml_dtypes.bfloat16
-STATIC = ("out_dtype", "implementation", "shares")
+STATIC = ("out_dtype", "implementation", "shares", "programs")
 matmul = jax.jit(fp8_matmul.matmul, static_argnames=STATIC)
 interpreted = functools.partial(
   matmul, out_dtype=jnp.float32, implementation="interpret"
@@ -192,6 +192,38 @@ class ProductTest(parameterized.TestCase):
       mine = np.sort(rng.permutation(130)[:n])
       np.testing.assert_array_equal(interpreted(x[mine], w), together[mine])
 
+  @parameterized.parameters(BLOCKS, (1, 640), (1, BLOCK))
+  def test_one_program_for_all_shares(self, *block):
+    """The same bits as one for each, in both types that it leaves."""
+    x, w = rows(150, 640), packed(gaussian(192, 640), block)
+    for dtype in (jnp.float32, jnp.bfloat16):
+      one, each = (
+        matmul(
+          x, w, out_dtype=dtype, implementation="interpret", shares=3,
+          programs=programs,
+        )
+        for programs in (1, 3)
+      )  # fmt: skip
+      self.assertEqual(one.dtype, dtype)
+      np.testing.assert_array_equal(one, each)
+
+  def test_many_rows_are_programs_enough(self):
+    wide, long = struct(34816, 5120, BLOCKS), struct(5120, 17408, BLOCKS)
+    with lowering.on("NVIDIA H200"):
+      mine = fp8_matmul.card()
+      shares = fp8_matmul.shares_of(long, mine.programs)
+    self.assertGreater(shares, 4)
+    for n, w, rows_of_w, programs in (
+      (16, long, 64, shares),
+      (128, long, 128, shares),  # 40 or 80 programs for 132 multiprocessors
+      (129, long, 64, 1),
+      (512, long, 128, 1),
+      (16, wide, 64, 1),
+      (128, wide, 128, 1),
+    ):
+      tile, _, found = fp8_matmul.cut(mine, n, w)
+      self.assertEqual((tile.rows, found), (rows_of_w, programs))
+
   def test_shares_are_the_matrix_alone(self):
     for name in lowering.GPUS:
       with lowering.on(name):
@@ -258,7 +290,8 @@ class LoweringTest(parameterized.TestCase):
       card, fp8_matmul.SMALL if "6000" in gpu else fp8_matmul.HOPPER
     )
     self.assertEqual(max(card.tiles), fp8_matmul.MOST_ROWS)
-    for n, tile in card.tiles.items():
+    most = fp8_matmul.MOST_ROWS
+    for n, tile in (*card.tiles.items(), *((most, t) for t in card.whole)):
       self.assertLessEqual((tile.rows + n) * BLOCK * tile.num_stages, limit)
       # A warpgroup of the FP8 units has 64 rows.
       self.assertGreaterEqual(tile.rows * 4, 16 * tile.num_warps)
