@@ -23,6 +23,8 @@ from experiments import devices, tile_timing
 from experiments.console import say, table
 from experiments.tile_timing import Case, Shape
 from pallas_kernels import (
+  fp8_array,
+  fp8_matmul,
   gdn_commit,
   gdn_decode,
   gdn_prefill,
@@ -30,6 +32,7 @@ from pallas_kernels import (
   tree_attention,
   w12_array,
 )
+from pallas_kernels.fp8_array import FP8Array
 from specpilot_jax.checkpoints import w12_device
 from specpilot_jax.configs import ModelConfig
 
@@ -251,6 +254,32 @@ def recurrent(
       ],
       "triton",
       2 * state_bytes,
+    )
+
+
+def fp8(shape: Shape, row_counts: Sequence[int]) -> Iterator[Operation]:
+  """Products with a matrix in FP8 of blocks; floors are at FP8's peak."""
+  rows, columns = shape
+  block = (fp8_array.BLOCK, fp8_array.BLOCK)
+  scales = fp8_array.scale_shape(rows, columns, block)
+  matrices = [
+    FP8Array(
+      _normal(key, shape).astype(fp8_array.E4M3),
+      jnp.full(scales, columns**-0.5, jnp.float32),
+      jnp.zeros((0, columns), jnp.bfloat16),
+      block,
+    )
+    for key in jax.random.split(jax.random.key(0), tile_timing.BUFFERS)
+  ]
+  for n in row_counts:
+    x = _normal(jax.random.key(n), (n, columns), jnp.bfloat16)
+    yield Operation(
+      f"fp8_matmul {rows}x{columns}, {n} rows",
+      fp8_matmul.matmul,
+      [(x, w) for w in matrices],
+      "triton",
+      rows * columns,
+      rows * columns * n,  # two each, at twice the peak of bfloat16
     )
 
 

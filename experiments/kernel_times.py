@@ -44,6 +44,9 @@ _REQUESTS = flags.DEFINE_integer(
   "requests", 0, "Times the state's kernels for so many at once too.",
   lower_bound=0,
 )  # fmt: skip
+_FP8_ROWS = flags.DEFINE_list(
+  "fp8_rows", [], "Times the model's products in FP8 too, with so many rows."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
@@ -61,6 +64,7 @@ def main() -> None:
   view_rows = tile_timing.parse_rows(_VIEW_ROWS.value)
   nodes = _counts(_NODES.value, "nodes", gdn_verify.MAX_NODES)
   prefixes = _counts(_PREFIXES.value, "prefixes", 1 << 20)
+  fp8_rows = _counts(_FP8_ROWS.value, "fp8_rows", 1 << 16)
   loading.prepare_jax(None)
   kind = jax.devices()[0].device_kind
   if jax.default_backend() != "gpu":
@@ -91,6 +95,10 @@ def main() -> None:
   if _REQUESTS.value:
     content["tree"] += kernel_cases.time_operations(
       kernel_cases.of_requests(config, _REQUESTS.value), device
+    )
+  for shape in sorted(shapes):
+    content["tree"] += kernel_cases.time_operations(
+      kernel_cases.fp8(shape, fp8_rows), device
     )
   keep("tree", content["tree"])
   found: list[dict[str, Any]] = []

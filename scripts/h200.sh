@@ -37,6 +37,11 @@ kernels_large() {
 kernels_requests() {
   kernels --products= --nodes=16 --prefixes=1024 --requests=16 "$@"
 }
+# 200 s: products in FP8 beside their floors, and no others.
+kernels_fp8() {
+  kernels --products= --nodes=1 --prefixes=1024 \
+    --fp8_rows=16,64,128,256,512 "$@"
+}
 # 90 s
 attention() { kernels --products= --attention=triton,mosaic "$@"; }
 

@@ -102,7 +102,7 @@ def check_operations(monkeypatch):
   assert found[0]["error"] == 1
 
 
-def test_operations_of_several_requests_and_of_prompts(us, monkeypatch):
+def test_operations_of_several_requests_of_prompts_and_in_fp8(us, monkeypatch):
   """As a batch maps them: each request's are what it has alone."""
   monkeypatch.setattr(kernel_cases, "LAYERS", 1)
   monkeypatch.setattr(kernel_cases, "RUNS", (8,))
@@ -119,12 +119,17 @@ def test_operations_of_several_requests_and_of_prompts(us, monkeypatch):
     np.testing.assert_allclose(both[1], one, rtol=1e-6, atol=1e-6)
     prompts = list(kernel_cases.prompt_attention(config))
     assert [o.implementation for o in prompts] == ["triton", "reference"]
-    here = [dataclasses.replace(o, implementation="reference") for o in prompts]
+    codes = list(kernel_cases.fp8((64, 256), [3]))
+    assert [o.name for o in codes] == ["fp8_matmul 64x256, 3 rows"]
+    here = [
+      dataclasses.replace(o, implementation="reference")
+      for o in (prompts[0], *codes)
+    ]
     found = kernel_cases.time_operations(
-      iter(here[:1]), devices.lookup("NVIDIA H200")
+      iter(here), devices.lookup("NVIDIA H200")
     )
   assert found[0]["operation"] == "prompt_attention 8 tokens behind 8"
-  assert found[0]["error"] < 0.02
+  assert all(0 < one["error"] < 0.02 for one in found)
 
 
 def test_a_tree_of_chains():
