@@ -111,7 +111,7 @@ def verify(root: Path) -> Iterator[str]:
   """Says that a memory is sound.
 
   Raises:
-    SpecPilotError: names the first problem.
+    SpecPilotError: names all problems.
   """
   count = reading.verify(root)
   store = Store(root)

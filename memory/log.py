@@ -100,7 +100,9 @@ def _line(number: int, text: bytes, previous: str) -> Line:
       f"is line {n} of the chain: lines were removed, added or reordered"
     )
   if before != previous:
-    raise SpecPilotError("does not follow the line before, which was changed")
+    raise SpecPilotError(
+      "does not follow the line before: one of the two was changed"
+    )
   known = _FIELDS.get(event) if isinstance(event, str) else None
   if known is None or set(fields) != set(known):
     raise SpecPilotError(f"{event!r} is no event, or has not its fields")

@@ -56,12 +56,10 @@ def verify(root: Path = ROOT) -> int:
   """Refuses a memory with a problem; the number of its entries.
 
   Raises:
-    SpecPilotError: names the first problem.
+    SpecPilotError: names all problems.
   """
-  found = problems(root)
-  if found:
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    raise SpecPilotError(f"memory: {found[0]}{more}")
+  if found := problems(root):
+    raise SpecPilotError(f"memory: {'; '.join(found)}")
   return sum(1 for _ in _names(root / ENTRIES))
 
 

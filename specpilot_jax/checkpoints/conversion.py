@@ -148,7 +148,11 @@ def convert(
       writer = HuggingFaceWriter(folder, opened.config, plan, max_shard_bytes)
     with unfinished(output, begun) as work:
       with _progress(show_progress, f"to {kind}", opened) as advance:
-        resumed = _write_all(opened, plan, writer, work, advance)
+        try:
+          resumed = _write_all(opened, plan, writer, work, advance)
+        except SpecPilotError:
+          work.refused = True
+          raise
       entries = {name: work.done[name] for name in plan}
       writer.close(entries)
       if verify:

@@ -40,13 +40,14 @@ class Unfinished:
   Attributes:
     result: folder to write into.
     done: parameter -> what the journal says of it.
+    refused: whether what its source holds is refused: nobody can go on.
   """
 
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
     self.result = folder / RESULT
     self.done: dict[str, dict[str, Any]] = {}
-    self.published = False
+    self.published = self.refused = False
 
   def read_journal(self) -> None:
     """Sets `done`; what a kill cut short does not count."""
@@ -110,7 +111,7 @@ def unfinished(
       try:
         yield work
       finally:
-        if work.published or not work.done:
+        if work.published or work.refused or not work.done:
           shutil.rmtree(folder, ignore_errors=True)
   except OSError as error:
     again = "; run it again to go on where it stopped" if work.done else ""

@@ -249,6 +249,8 @@ class RoundingTest(ConversionTestCase):
     self.write_source("llama", np.float32, **{"lm_head.weight": head})
     self.refused("'lm_head.weight' overflows bfloat16", round_to_bf16=True)
     self.assertFalse(self.output.exists())
+    # Nobody can go on with it, and nobody has to delete it.
+    self.assertFalse(self.partial.exists())
 
   def test_quantised_gguf(self):
     config = builders.config()

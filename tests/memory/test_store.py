@@ -155,8 +155,19 @@ def test_a_log_with_an_edited_line_and_its_number_is_named(place):
   lines[1] = lines[1].replace(ids["first"].encode(), ids["second"].encode())
   (root / log.LOG).write_bytes(b"".join(lines))
   assert reading.problems(root)[0] == (
-    "log.jsonl:3: does not follow the line before, which was changed"
+    "log.jsonl:3: does not follow the line before: one of the two was changed"
   )
+
+
+def test_all_problems_are_named(place):
+  root, ids = place
+  for name in ("first", "second"):
+    path = root / "entries" / ids[name] / "record.json"
+    path.write_bytes(path.read_bytes() + b" ")
+  with pytest.raises(SpecPilotError) as e:
+    reading.verify(root)
+  for name in ("first", "second"):
+    assert ids[name] in str(e.value)
 
 
 def test_a_deleted_dependency_is_named(place):
