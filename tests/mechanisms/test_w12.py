@@ -42,6 +42,11 @@ def bfloat16_values(config, seed=0):
   }
 
 
+def brief():
+  """A layer of either kind."""
+  return kit.hybrid(layer_types=(GDN, ATTENTION))
+
+
 class EngineTest(kit.Float64TestCase):
   @functools.cached_property
   def pair(self):
@@ -49,8 +54,7 @@ class EngineTest(kit.Float64TestCase):
     if FULL:
       target = loading.load_target("zoo", "float64").target
       return target, loading.make_drafter("dflash", target)
-    config = kit.hybrid()
-    target = target_lib.build(config, bfloat16_values(config), "float64")
+    target = target_lib.build(brief(), bfloat16_values(brief()), "float64")
     return target, PromptLookup(3)
 
   def test_same_tokens_and_states(self):
@@ -76,8 +80,7 @@ class EngineTest(kit.Float64TestCase):
     jax.tree.map(np.testing.assert_array_equal, carry, packed_carry)
 
   def test_without_a_drafter(self):
-    config = kit.hybrid()
-    plain = target_lib.build(config, bfloat16_values(config), "float64")
+    plain = target_lib.build(brief(), bfloat16_values(brief()), "float64")
     target, drafter = registry.prepare(PACKED, plain, None)
     self.assertIsNone(drafter)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
