@@ -1,8 +1,9 @@
 """Prints at the end of a run what the tests noted, in whichever process.
 
-And compiles in less time than users do, see `quick_kernels`.
+And saves time: see `quick_kernels` and `LONG`.
 """
 
+import collections
 import os
 import pathlib
 
@@ -32,6 +33,33 @@ quick_kernels()
 MAPS = 40_000
 """Memory maps of this process at which its executables are given up. Each has
 some of its own, and XLA crashes where Linux allows no more (65,530)."""
+
+
+LONG = (
+  "decoding/test_tree_lossless.py",
+  "mechanisms/test_two_level_lossless.py",
+  "decoding/test_precision.py",
+  "mechanisms/test_w12.py",
+  "checkpoints/test_widen_check.py",
+  "zoo/test_stages.py",
+  "mechanisms/test_two_level_faults.py",
+  "mechanisms/test_fp8.py",
+)
+"""Files of a few tests that take long. Processes take one file after another,
+and at the end none should wait for another's."""
+
+
+def pytest_collection_modifyitems(items):
+  """Those first, then the files with the most tests."""
+  root = pathlib.Path(__file__).parent
+  first = [root / name for name in LONG]
+  count = collections.Counter(item.path for item in items)
+  items.sort(
+    key=lambda item: (
+      first.index(item.path) if item.path in first else len(first),
+      -count[item.path],
+    )
+  )
 
 
 @pytest.fixture(autouse=True, scope="module")
