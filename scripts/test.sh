@@ -15,4 +15,6 @@ say "ruff format --check"
 say "pyrefly check"
 "$VENV_PYTHON" -m pyrefly check --python-interpreter-path "$VENV_PYTHON"
 say "pytest"
-exec "$VENV_PYTHON" -m pytest --numprocesses=2 --dist=loadfile "$@"
+# In the order of tests/conftest.py, which knows the long ones.
+exec "$VENV_PYTHON" -m pytest --numprocesses=2 --dist=loadfile \
+  --no-loadscope-reorder "$@"

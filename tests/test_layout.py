@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from absl import flags
 
+from tests.conftest import LONG
+
 ROOT = Path(__file__).parents[1]
 # A package may import itself and those before it.
 ORDER = ("pallas_kernels", "specpilot_jax", "memory", "experiments")
@@ -418,6 +420,10 @@ def test_a_missing_docstring_is_caught(sound):
 def test_a_missing_init_is_caught(sound):
   (sound / "specpilot_jax/models/__init__.py").unlink()
   assert missing_docstrings(sound) == ["models has no __init__.py"]
+
+
+def test_long_files_are_there():
+  assert [name for name in LONG if not (ROOT / "tests" / name).exists()] == []
 
 
 def test_tests_import_one_module_that_defines_flags():

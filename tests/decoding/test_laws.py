@@ -30,7 +30,7 @@ from tests.decoding import kit
 from tests.notes import FULL, note
 
 VOCAB = 6
-SEEDS = 200_000 if FULL else 20_000
+SEEDS = 200_000 if FULL else 10_000
 CONFIG = kit.hybrid(VOCAB, layer_types=(GDN, ATTENTION))
 SCALE = 0.7  # a law with several likely tokens
 PROMPT = [1, 4, 2]

@@ -23,7 +23,7 @@ MODES = ("oracle", "mixed", "always_wrong")
 
 
 class PrecisionTest(parameterized.TestCase):
-  """As users run it: without 64-bit types, compiled as usual."""
+  """As users run it: without 64-bit types, compiled with optimisation."""
 
   def setUp(self):
     super().setUp()

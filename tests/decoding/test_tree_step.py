@@ -41,8 +41,15 @@ class ShortRuns(kit.ScriptedDrafter):
     self._script = (tokens, right, offered, wrong)
 
 
-class WidthOneTest(kit.Float64TestCase):
-  """A tree of one candidate per slot is the chain, bit for bit."""
+class WidthOneTest(parameterized.TestCase):
+  """A tree of one candidate per slot is the chain, bit for bit.
+
+  Compiled with optimisation: two programs may round differently without.
+  """
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(jax.enable_x64(True))
 
   @parameterized.named_parameters(
     ("greedy", "float32", GREEDY),

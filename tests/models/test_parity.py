@@ -24,6 +24,7 @@ from specpilot_jax.decoding import commit
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import SamplingParams
 from specpilot_jax.models import layers, state, target
+from tests.decoding.kit import quick_compilation
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 CASES = (
@@ -146,6 +147,10 @@ def largest(a, b):
 
 
 class ParityTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enterContext(quick_compilation())
+
   @parameterized.parameters(*CASES)
   def test_float64_logits(self, case):
     expected = golden(case)["logits_f64"]
@@ -375,6 +380,10 @@ class NegativeControlTest(parameterized.TestCase):
   CASE = "hybrid2"  # two value heads per key head, three queries per key head
   LENGTH = 64
   FACTOR = 8
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(quick_compilation())
 
   def check(self, dtype, **kwargs):
     file = golden(self.CASE)
