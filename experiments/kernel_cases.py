@@ -35,6 +35,8 @@ from pallas_kernels import (
 from pallas_kernels.fp8_array import FP8Array
 from specpilot_jax.checkpoints import w12_device
 from specpilot_jax.configs import ModelConfig
+from specpilot_jax.models import layers
+from specpilot_jax.models import target as target_lib
 
 RUNS = (128, 512)
 """Tokens of a run of prompt."""
@@ -255,6 +257,23 @@ def recurrent(
       "triton",
       2 * state_bytes,
     )
+
+
+def fp8_shapes(config: ModelConfig) -> list[Shape]:
+  """Matrices of codes of a target: not its head, nor what makes gates."""
+  gates = 2 * config.gdn_num_value_heads
+  recurrent = config.gdn_conv_dim + config.gdn_value_dim
+  parameters = target_lib.structs(config, jnp.bfloat16)
+  shapes = {
+    x.shape
+    for name, x in parameters.items()
+    if layers.is_matrix(name, x.shape)
+    and name.split(".")[0] not in ("embed", "lm_head")
+  }
+  return sorted(
+    (rows - gates if rows == recurrent + gates else rows, columns)
+    for rows, columns in shapes
+  )
 
 
 def fp8(shape: Shape, row_counts: Sequence[int]) -> Iterator[Operation]:

@@ -96,7 +96,7 @@ def main() -> None:
     content["tree"] += kernel_cases.time_operations(
       kernel_cases.of_requests(config, _REQUESTS.value), device
     )
-  for shape in sorted(shapes):
+  for shape in kernel_cases.fp8_shapes(config) if fp8_rows else ():
     content["tree"] += kernel_cases.time_operations(
       kernel_cases.fp8(shape, fp8_rows), device
     )

@@ -124,15 +124,14 @@ def shares_of(w: FP8Array, programs: int) -> int:
   return max(1, min(programs // whole, pl.cdiv(columns, BLOCK)))
 
 
-def cut(mine: Card, n: int, w: FP8Array) -> tuple[Tile, int, int]:
-  """The tile for n rows of x, shares of the blocks, programs they are for."""
+def cut(mine: Card, n: int, w: FP8Array) -> tuple[Tile, bool]:
+  """The tile for n rows of x, whether a program has all shares."""
   height, rows = rows_of(n), w.codes.shape[0]
-  shares = shares_of(w, mine.programs)
   if height == MOST_ROWS:
     for tile in mine.whole:
       if pl.cdiv(n, height) * pl.cdiv(rows, tile.rows) >= mine.multiprocessors:
-        return tile, shares, 1
-  return mine.tiles[height], shares, shares
+        return tile, True
+  return mine.tiles[height], False
 
 
 def matmul(
@@ -143,7 +142,7 @@ def matmul(
   implementation: dispatch.Implementation = "reference",
   tile: Tile | None = None,
   shares: int | None = None,
-  programs: int | None = None,
+  together: bool | None = None,
 ) -> Float[Array, "N Q"]:
   """x W^T for the rows of W that are codes, rounded once.
 
@@ -154,21 +153,20 @@ def matmul(
     implementation: the kernel takes any number of rows.
     tile: of the kernel, instead of that which suits the card.
     shares: of the blocks, likewise.
-    programs: that the shares are for: as many, or one.
+    together: whether one program has all of them, likewise.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   if implementation == "reference":
     return _reference(x, w).astype(out_dtype)
-  own, all_shares, several = cut(card(), x.shape[0], w)
-  if shares is not None:
-    all_shares, several = shares, shares
+  mine = card()
+  own, enough = cut(mine, x.shape[0], w)
   return _kernel(
     x,
     w,
     implementation,
     tile or own,
-    all_shares,
-    programs or several,
+    shares or shares_of(w, mine.programs),
+    enough if together is None else together,
     jnp.dtype(out_dtype),
   )
 
@@ -207,12 +205,13 @@ def _product(x, w):
   return (products * (scale.T[:, :, None] * scales.T[:, None, :])).sum(axis=0)
 
 
-@dispatch.once("implementation", "tile", "shares", "programs", "out_dtype")
-def _kernel(x, w, implementation, tile, shares, programs, out_dtype):
+@dispatch.once("implementation", "tile", "shares", "together", "out_dtype")
+def _kernel(x, w, implementation, tile, shares, together, out_dtype):
   n = x.shape[0]
   rows = w.codes.shape[0]
   height = rows_of(n)
   padded = pl.cdiv(n, height) * height
+  programs = 1 if together else shares
   codes, scale = fp8_rows.quantize(x, w.block[1], padded, implementation)
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   parts = pl.pallas_call(

@@ -13,6 +13,9 @@ The first launch makes what does not depend on S, a program for each chunk of a
 value head; the second takes some columns of a value head's state through the
 whole run, and the state never leaves it.
 
+The state and the updates have one power of two for all columns of a program:
+errors are of the largest value, not of each column's.
+
 Compiled for an H200, not timed: `gdn_prefill` is the form in one launch.
 """
 
@@ -31,8 +34,10 @@ ROWS = 64
 """Tokens of a chunk: what a product on Hopper's tensor cores takes at least."""
 COLUMNS = 64
 """Of a value head's state per program at most."""
-# Each spills 0.3 kB (compiled for an H200, not timed). The second launch spills
-# 2 kB with 4 warps.
+LEAST_DECAY = -128.0
+"""Of a token: e^-104 is 0 in float32, and sums of 64 of these are exact."""
+# Compiled for an H200, not timed: with activations in bfloat16 each spills
+# 0.3 kB (the second 2 kB with 4 warps), in float32 0.5 and 1.3 kB.
 SOLVE_WARPS = 4
 NUM_WARPS = 8
 
@@ -50,6 +55,7 @@ def _solve(
   o_ref,
   largest_ref,
   decay_ref,
+  left_ref,
   *,
   repeat,
   products,
@@ -91,10 +97,15 @@ def _solve(
     )
     # No decay and no update: a token that does not exist changes nothing.
     beta, g = (jnp.where(live, x, 0.0) for x in (beta, g))
+    # Below, all is forgotten in float32 anyway; so the sums are exact.
+    g = jnp.maximum(g, LEAST_DECAY)
     # In two sums, the coarse one exact: large ones may differ by little.
     coarse = jnp.floor(g * 2.0**10) * 2.0**-10
     decay = jnp.cumsum(coarse), jnp.cumsum(g - coarse)
     decay_ref[...] = sum(decay)
+    left_ref[...] = sum(
+      jnp.sum(x) - y for x, y in zip((coarse, g - coarse), decay, strict=True)
+    )
     q = gated_delta.l2_normalize(q)
     keys = halves.split(gated_delta.l2_normalize(k), 3)
 
@@ -164,6 +175,7 @@ def _run(
   first_ref,
   largest_ref,
   decay_ref,
+  left_ref,
   count_ref,
   state_ref,
   o_ref,
@@ -184,14 +196,16 @@ def _run(
     ]
     last = decay_ref[i * ROWS + ROWS - 1]
     whole = u_ref[rows, :], first_ref[rows, :]
-    return *parts, *whole, largest_ref[i], decay_ref[rows], last
+    decays = decay_ref[rows], left_ref[rows], last
+    return *parts, *whole, largest_ref[i], *decays
 
   def chunk(i, carry):
     state, loaded = carry
     # Asked for here, they come while products wait for each other.
     following = load(jnp.minimum(i + 1, chunks - 1))
-    x, keys, w, u, o, largest, decay, last = loaded
-    # A row of W is at most 1 long, an update below sqrt(K) + 1 times this.
+    x, keys, w, u, o, largest, decay, left, last = loaded
+    # A row of W is at most 1 long, an update below sqrt(K) + 1 times this: in
+    # the range of float16 for K up to 512.
     top = jnp.maximum(jnp.max(jnp.abs(state)), largest)
     down, up = halves.window(top, lowest=10, step=1)
     before = split(state * down)
@@ -199,7 +213,7 @@ def _run(
     u = u * down - kept * halves.dot(w, before)
     o += kept * halves.dot(x, before) * (up * key_dim**-0.5)
     o_ref[pl.ds(i * ROWS, ROWS), :] = o
-    u *= gdn_verify.exp(last - decay)[:, None]
+    u *= gdn_verify.exp(left)[:, None]
     added = halves.dot(halves.transpose(keys), halves.split(u, 3))
     return gdn_verify.exp(last) * state + up * added, following
 
@@ -252,6 +266,7 @@ def prefill(
     single(heads, size, value_dim),  # O0
     single(heads, chunks),  # the largest of U0
     single(heads, size),  # G
+    single(heads, size),  # G_last - G
   ]
 
   def specs(rows, columns, chunk, block):
@@ -275,6 +290,7 @@ def prefill(
       tile,
       tile,
       vector(rows // ROWS),
+      vector(rows),
       vector(rows),
     ]
 
@@ -304,7 +320,7 @@ def prefill(
       tile,
     ],
     out_shape=[single(size, heads, value_dim), single(*state.shape)],
-    input_output_aliases={8: 1},  # each program reads its own tile
+    input_output_aliases={9: 1},  # each program reads its own tile
     compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
     interpret=interpret,
     name="gdn_prefill",

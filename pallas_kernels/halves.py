@@ -55,7 +55,8 @@ def window(
 
   Args:
     top: the largest magnitude of what is to be split.
-    lowest, step: its exponent will be in [lowest, lowest + step).
+    lowest, step: its exponent will be in [lowest, lowest + step); a power of
+      two up to 32.
 
   Returns:
     down, with 2^-7 <= down * top < 2^9 if nothing else is asked for, and

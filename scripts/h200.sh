@@ -33,11 +33,11 @@ kernels() {
 kernels_large() {
   kernels --shapes=16480x5120,34816x5120,248320x5120 --nodes=16,64 "$@"
 }
-# 150 s: those of the recurrent state for 16 requests, with several tiles.
+# Not timed yet: those of the recurrent state for 16 requests, with several tiles.
 kernels_requests() {
   kernels --products= --nodes=16 --prefixes=1024 --requests=16 "$@"
 }
-# 200 s: products in FP8 beside their floors, and no others.
+# Not timed yet: products in FP8 beside their floors, and none of W12.
 kernels_fp8() {
   kernels --products= --nodes=1 --prefixes=1024 \
     --fp8_rows=16,64,128,256,512 "$@"
@@ -60,7 +60,7 @@ levels_chain() {
     --ablate=tree=best_first,chain \
     --ablate=verification=one_level,two_level,auto "$@"
 }
-# 400 s: the time of their steps by class.
+# Not timed yet: the time of their steps by class.
 levels_classes() {
   single --drafter=dflash2 --job=profile --systems=ar,stock --num_prompts=8 \
     --set=weights=w12,tree=best_first \

@@ -132,6 +132,16 @@ def test_operations_of_several_requests_of_prompts_and_in_fp8(us, monkeypatch):
   assert all(0 < one["error"] < 0.02 for one in found)
 
 
+def test_matrices_of_codes():
+  assert kernel_cases.fp8_shapes(configs.preset("Qwen3.8-27B")) == [
+    (5120, 6144),
+    (5120, 17408),
+    (14336, 5120),
+    (16384, 5120),
+    (34816, 5120),
+  ]
+
+
 def test_a_tree_of_chains():
   mask = kernel_cases.chain_and_bush(32)
   assert mask.sum(axis=1).tolist() == [

@@ -68,6 +68,16 @@ class PrefillTest(parameterized.TestCase):
     given = verify.with_equal_keys(given, noise=noise)
     self.check(kernel, given, 96, dtype)
 
+  @parameterized.product(kernel=KERNELS, dtype=tuple(verify.TOLERANCES))
+  def test_little_is_forgotten_behind_much(self, kernel, dtype):
+    """Sums of decays are large by then, what tokens differ by is small."""
+    mixed, projected, a_log, *rest = verify.arguments(
+      np.random.default_rng(0), 64
+    )
+    much = np.where(np.arange(64) < 32, 200, -5)[:, None]
+    projected[:, -len(a_log) :] = much
+    self.check(kernel, (mixed, projected, 0 * a_log, *rest), 64, dtype)
+
   @parameterized.parameters(*KERNELS)
   def test_no_token_leaves_the_state_as_it_is(self, kernel):
     given = verify.cast(
