@@ -205,7 +205,6 @@ def recurrent(
   key, value = config.gdn_key_head_dim, config.gdn_value_head_dim
   channels = 2 * key_heads * key + heads * value
   state_bytes = 4 * heads * key * value
-
   layer = functools.partial(_layer, config)
 
   def token(seed):
@@ -261,19 +260,15 @@ def recurrent(
 
 def fp8_shapes(config: ModelConfig) -> list[Shape]:
   """Matrices of codes of a target: not its head, nor what makes gates."""
-  gates = 2 * config.gdn_num_value_heads
-  recurrent = config.gdn_conv_dim + config.gdn_value_dim
-  parameters = target_lib.structs(config, jnp.bfloat16)
-  shapes = {
-    x.shape
-    for name, x in parameters.items()
-    if layers.is_matrix(name, x.shape)
-    and name.split(".")[0] not in ("embed", "lm_head")
-  }
-  return sorted(
-    (rows - gates if rows == recurrent + gates else rows, columns)
-    for rows, columns in shapes
-  )
+  shapes = set()
+  for name, x in target_lib.structs(config, jnp.bfloat16).items():
+    parts = name.split(".")
+    if not layers.is_matrix(name, x.shape) or parts[0] in ("embed", "lm_head"):
+      continue
+    rows, columns = x.shape
+    gates = 2 * config.gdn_num_value_heads if "in_proj" in parts else 0
+    shapes.add((rows - gates, columns))
+  return sorted(shapes)
 
 
 def fp8(shape: Shape, row_counts: Sequence[int]) -> Iterator[Operation]:
