@@ -222,7 +222,7 @@ def recurrent(
   )
   for n in RUNS:
     layers = [(*layer(i, n), jnp.int32(n)) for i in range(LAYERS)]
-    for implementation in ("triton", "parallel", "reference"):
+    for implementation in ("triton", "reference"):
       yield Operation(
         f"gdn_prefill {n} tokens",
         functools.partial(gdn_prefill.prefill, key_heads=key_heads),

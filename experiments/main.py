@@ -117,7 +117,7 @@ _KERNELS = flags.DEFINE_string(
   "kernels", "reference", f"{', '.join(IMPLEMENTATIONS)}: of every operation"
   " that has a kernel; or op=implementation,... of"
   f" {', '.join(Kernels.operations())}. gdn_verify also takes per_path,"
-  " w12_matmul and tree_attention mosaic (Hopper GPUs), gdn_prefill parallel.",
+  " w12_matmul and tree_attention mosaic (Hopper GPUs).",
 )  # fmt: skip
 _PREFILL_CHUNK = flags.DEFINE_integer(
   "prefill_chunk", 64, "Tokens per pass in prefill and in scoring."

@@ -16,9 +16,6 @@ VerifyImplementation = Literal["reference", "triton", "interpret", "per_path"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-PrefillImplementation = Literal["reference", "triton", "interpret", "parallel"]
-"""`parallel`: another Pallas Triton kernel, in two launches."""
-
 W12Implementation = Literal["reference", "triton", "interpret", "mosaic"]
 """`mosaic`: the Pallas kernel for Hopper GPUs, which Mosaic GPU compiles."""
 
@@ -26,7 +23,6 @@ AttentionImplementation = W12Implementation
 """The same choices."""
 
 ALTERNATIVES = {
-  "gdn_prefill": ("parallel",),
   "gdn_verify": ("per_path",),
   "tree_attention": ("mosaic",),
   "w12_matmul": ("mosaic",),
@@ -37,7 +33,7 @@ kernels."""
 
 def is_kernel(implementation: str) -> bool:
   """Whether it is a Pallas kernel, on a GPU or interpreted."""
-  return implementation in ("triton", "interpret", "mosaic", "parallel")
+  return implementation in ("triton", "interpret", "mosaic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +60,7 @@ class Kernels:
   """
 
   gdn_decode: Implementation = "reference"
-  gdn_prefill: PrefillImplementation = "reference"
+  gdn_prefill: Implementation = "reference"
   gdn_verify: VerifyImplementation = "reference"
   gdn_commit: Implementation = "reference"
   tree_attention: AttentionImplementation = "reference"

@@ -73,13 +73,13 @@ def check_operations(monkeypatch):
     *kernel_cases.recurrent(config, [17]),
     *kernel_cases.attention(config, [2], [24], ["reference"]),
   ]
-  names = ["gdn_decode", *3 * ["gdn_prefill 8 tokens"]]
+  names = ["gdn_decode", *2 * ["gdn_prefill 8 tokens"]]
   names += ["gdn_verify 17 nodes", "gdn_commit 17 nodes"]
   names.append("tree_attention 2 nodes at 24")
   assert [o.name for o in operations] == names
   kinds = [o.implementation for o in operations]
   # A run of prompt beside the form in plain JAX.
-  assert [i for i, kind in enumerate(kinds) if kind == "reference"] == [3, 6]
+  assert [i for i, kind in enumerate(kinds) if kind == "reference"] == [2, 5]
   here = [
     dataclasses.replace(o, implementation="reference") for o in operations
   ]

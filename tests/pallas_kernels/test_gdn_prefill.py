@@ -7,24 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import gdn_prefill, gdn_prefill_parallel
+from pallas_kernels import gdn_prefill
 from tests.decoding import kit
 from tests.pallas_kernels import lowering
 from tests.pallas_kernels import test_gdn_verify as verify
 
-INTERPRETED = {
-  "triton": jax.jit(
-    functools.partial(
-      gdn_prefill.prefill,
-      key_heads=verify.KEY_HEADS,
-      implementation="interpret",
-    )
-  ),
-  "parallel": functools.partial(
-    gdn_prefill_parallel.prefill, key_heads=verify.KEY_HEADS, interpret=True
-  ),
-}
-KERNELS = tuple(INTERPRETED)
+INTERPRETED = jax.jit(
+  functools.partial(
+    gdn_prefill.prefill, key_heads=verify.KEY_HEADS, implementation="interpret"
+  )
+)
 
 
 class PrefillTest(parameterized.TestCase):
@@ -32,7 +24,7 @@ class PrefillTest(parameterized.TestCase):
     super().setUp()
     self.enterContext(kit.quick_compilation())
 
-  def check(self, kernel, given, count, dtype):
+  def check(self, given, count, dtype):
     """Every output, and the state behind the last token that exists."""
     mixed, projected, *rest = verify.cast(given, dtype)
     outputs, state = verify.recurrence(
@@ -41,66 +33,61 @@ class PrefillTest(parameterized.TestCase):
     )
     # What lies behind does not matter.
     mixed, projected = (x.at[count:].set(jnp.nan) for x in (mixed, projected))
-    run = INTERPRETED[kernel]
-    found, after = run(mixed, projected, *rest, jnp.int32(count))
-    np.testing.assert_array_equal(found[-(-count // 32) * 32 :], 0)
+    found, after = INTERPRETED(mixed, projected, *rest, jnp.int32(count))
+    np.testing.assert_array_equal(
+      found[-(-count // gdn_prefill.ROWS) * gdn_prefill.ROWS :], 0
+    )
     for a, b in ((found[:count], outputs), (after, state[-1])):
       error = np.abs(np.asarray(a, np.float64) - b).max()
       self.assertLess(error / np.abs(b).max(), verify.TOLERANCES[dtype])
 
   @parameterized.product(
-    kernel=KERNELS,
     case=((1, 1), (40, 33), (130, 70)),
     dtype=tuple(verify.TOLERANCES),
   )
-  def test_against_the_recurrence_in_float64(self, kernel, case, dtype):
+  def test_against_the_recurrence_in_float64(self, case, dtype):
     size, count = case
     rng = np.random.default_rng(size)
     for decay in (1e-4, 0.1, 10.0):
       given = verify.arguments(rng, size, decay=decay)
-      self.check(kernel, given, count, dtype)
+      self.check(given, count, dtype)
 
-  @parameterized.product(
-    kernel=KERNELS, noise=(0.0, 1e-3), dtype=tuple(verify.TOLERANCES)
-  )
-  def test_repeated_keys(self, kernel, noise, dtype):
+  @parameterized.product(noise=(0.0, 1e-3), dtype=tuple(verify.TOLERANCES))
+  def test_repeated_keys(self, noise, dtype):
     given = verify.arguments(np.random.default_rng(0), 96)
     given = verify.with_equal_keys(given, noise=noise)
-    self.check(kernel, given, 96, dtype)
+    self.check(given, 96, dtype)
 
-  @parameterized.product(kernel=KERNELS, dtype=tuple(verify.TOLERANCES))
-  def test_little_is_forgotten_behind_much(self, kernel, dtype):
+  @parameterized.product(dtype=tuple(verify.TOLERANCES))
+  def test_little_is_forgotten_behind_much(self, dtype):
     """Sums of decays are large by then, what tokens differ by is small."""
     mixed, projected, a_log, *rest = verify.arguments(
       np.random.default_rng(0), 64
     )
     much = np.where(np.arange(64) < 32, 200, -5)[:, None]
     projected[:, -len(a_log) :] = much
-    self.check(kernel, (mixed, projected, 0 * a_log, *rest), 64, dtype)
+    self.check((mixed, projected, 0 * a_log, *rest), 64, dtype)
 
-  @parameterized.parameters(*KERNELS)
-  def test_no_token_leaves_the_state_as_it_is(self, kernel):
+  def test_no_token_leaves_the_state_as_it_is(self):
     given = verify.cast(
       verify.arguments(np.random.default_rng(0), 8), jnp.bfloat16
     )
-    found, after = INTERPRETED[kernel](*given, jnp.int32(0))
+    found, after = INTERPRETED(*given, jnp.int32(0))
     np.testing.assert_array_equal(after, given[-1])
     np.testing.assert_array_equal(found, 0)
 
-  @parameterized.parameters(*KERNELS)
-  def test_magnitudes(self, kernel):
+  def test_magnitudes(self):
     rng = np.random.default_rng(0)
     for of_state, of_values in ((1e8, 1), (1, 1e8), (1e-8, 1e-8)):
       mixed, *rest, state = verify.arguments(rng, 40)
       mixed[:, 2 * verify.KEY_HEADS * verify.KEY_DIM :] *= of_values
-      self.check(kernel, (mixed, *rest, state * of_state), 40, jnp.float32)
+      self.check((mixed, *rest, state * of_state), 40, jnp.float32)
 
   @parameterized.product(
-    kernel=KERNELS,
     gpu=tuple(lowering.SERVERS),
     case=((512, jnp.bfloat16), (100, jnp.float32)),
   )
-  def test_lowers_at_27b_shapes(self, kernel, gpu, case):
+  def test_lowers_at_27b_shapes(self, gpu, case):
     size, dtype = case
 
     def shape(*dims, dtype=jnp.float32):
@@ -108,7 +95,7 @@ class PrefillTest(parameterized.TestCase):
 
     text = lowering.lower(
       functools.partial(
-        gdn_prefill.prefill, key_heads=16, implementation=kernel
+        gdn_prefill.prefill, key_heads=16, implementation="triton"
       ),
       gpu,
       shape(size, 10240),
@@ -121,13 +108,12 @@ class PrefillTest(parameterized.TestCase):
     self.assertIn("gdn_prefill", text)
     self.assertIn("__gpu$xla.gpu.triton", text)
 
-  @parameterized.parameters(*KERNELS)
-  def test_float64_is_refused(self, kernel):
+  def test_float64_is_refused(self):
     given = verify.arguments(np.random.default_rng(0), 3)
     with jax.enable_x64(True):
       wide = [jnp.asarray(x, jnp.float64) for x in given]
       with self.assertRaisesRegex(ValueError, "float32, not float64"):
-        INTERPRETED[kernel](*wide, jnp.int32(3))
+        INTERPRETED(*wide, jnp.int32(3))
 
 
 if __name__ == "__main__":
