@@ -219,7 +219,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
     result["notes"] = notes_of(result, model)
     if subject is not None:
       result["cost_model"] = _cost_model(
-        folder, subject, records, result, clock
+        folder, subject, records, result, clock, engines
       )
       clock.lap("profile")
       peaks.note("profile")
@@ -366,7 +366,7 @@ def announce(settings: Settings, model, env, requests) -> None:
 
 
 def _cost_model(
-  folder, subject, records, result, clock
+  folder, subject, records, result, clock, engines
 ) -> dict[str, Any] | None:
   """Records and computes the cost model; None where time ran out before, or
   where it failed, which a note tells."""
@@ -376,7 +376,7 @@ def _cost_model(
   total = len(records[STOCK]) + len(subject.profiled(records))
   try:
     with Progress("profile", total) as progress:
-      measure.collect(folder.path, subject, records, progress.advance)
+      measure.collect(folder.path, subject, records, progress.advance, engines)
     return cost_model.compute(folder.path)
   except (SpecPilotError, jax.errors.JaxRuntimeError) as e:
     # The benchmark before it is worth more than nothing.

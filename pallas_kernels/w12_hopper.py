@@ -146,7 +146,7 @@ def _stream(
     num_threads=1 + DECODERS,
     thread_name="group",
     interpret=plgpu.InterpretGPUParams() if interpret else None,
-    kernel_name="w12_hopper",
+    kernel_name="w12_hopper" if lists else "w12_hopper_view",
   )
   return kernel(x, *planes)
 

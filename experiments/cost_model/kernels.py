@@ -38,6 +38,15 @@ _PREFILL_MODULE = "jit_prefill"
 # cuBLAS, cuBLASLt, CUTLASS.
 _GEMM_NAME = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)
 
+# Our own, where a CUDA graph keeps the scope to itself; attention is then the
+# drafter's too.
+_OWN_NAMES = (
+  (re.compile(r"(w12|fp8)_"), TARGET_GEMM),
+  (re.compile(r"gdn_"), RECURRENT),
+  (re.compile(r"tree_(attention|hopper)"), ATTENTION),
+  (re.compile(r"tree_(growth|table)"), DRAFTER),
+)
+
 # A device activity has one of these (the profiler writes one of them with a
 # capital); what only encloses activities has not.
 _ACTIVITY_STATS = frozenset(
@@ -220,6 +229,9 @@ def classify(kernel: Kernel, names: Mapping[str, str]) -> str:
       return _SCOPES[scope]
   if _GEMM_NAME.search(kernel.name) or _GEMM_NAME.search(kernel.op):
     return TARGET_GEMM
+  for own, kind in _OWN_NAMES:
+    if own.match(kernel.name):
+      return kind
   return OTHER
 
 

@@ -6,8 +6,10 @@ are timed separately. Both go to profile.json, from which `model` computes.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import tempfile
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from specpilot_jax import compilation, decoding, mechanisms
 from specpilot_jax import models as models_lib
 from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.draft import Drafter
+from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters.config import DrafterConfig
@@ -149,6 +152,7 @@ def collect(
   subject: Subject,
   records: Mapping[str, Sequence[Mapping[str, Any]]],
   progress: Callable[[str], None],
+  engines: Mapping[str, Engine] = types.MappingProxyType({}),
 ) -> None:
   """Writes lattices.npz and profile.json of a finished benchmark.
 
@@ -156,6 +160,8 @@ def collect(
     folder: of the run.
     records: requests by system; `stock` is one, `ar` may be.
     progress: called with a line per request and per system.
+    engines: of systems that decoded; on a GPU steps of those that have no
+      floors are profiled too.
   """
   stock = records[STOCK]
   session = subject.session(STOCK)
@@ -176,6 +182,11 @@ def collect(
     measure = _separately if on_cpu else _profiled
     systems[name] = measure(own, tokens, subject.sampling)
     progress(f"{name}: step of {systems[name]['nodes']} nodes")
+  others = {}
+  for name, engine in ({} if on_cpu else engines).items():
+    if records.get(name) and name not in systems:
+      prompt = _median(records[name])["prompt_ids"]
+      others[name] = _decoded(engine, prompt, subject.sampling)
   content = {
     "format": model.FORMAT,
     "kind": model.TIMED if on_cpu else model.PROFILED,
@@ -192,17 +203,23 @@ def collect(
     "roofline": dataclasses.asdict(roofline),
     "prefill": _prefill(session, _middle(stock), on_cpu),
     "systems": systems,
+    "others": others,
   }
   text = json.dumps(results.to_json(content), allow_nan=False)
   results.write_whole(folder / model.PROFILE, text + "\n")
 
 
-def _middle(records: Sequence[Mapping[str, Any]]) -> list[int]:
-  """Prompt and half of the output of the request of median length."""
+def _median(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+  """The request of median length."""
   ranked = sorted(
     records, key=lambda r: len(r["prompt_ids"]) + len(r["output_ids"])
   )
-  record = ranked[len(ranked) // 2]
+  return ranked[len(ranked) // 2]
+
+
+def _middle(records: Sequence[Mapping[str, Any]]) -> list[int]:
+  """Prompt and half of the output of the request of median length."""
+  record = _median(records)
   half = (len(record["output_ids"]) + 1) // 2
   return [*record["prompt_ids"], *record["output_ids"][:half]]
 
@@ -254,6 +271,43 @@ def _traced(
   names = kernels.op_names(step.as_text() or "")
   return {
     "context": (first + int(carry.target.length)) / 2,
+    "steps": steps,
+    "kernels": kernels.to_columns(activities, names),
+  }
+
+
+def _decoded(
+  engine: Engine, prompt: Sequence[int], sampling: SamplingParams
+) -> dict[str, Any]:
+  """Steps of an engine behind a prompt, as it decodes, under the profiler."""
+  own = dataclasses.replace(
+    sampling,
+    max_tokens=engine.max_seq_len - len(prompt),
+    ignore_eos=True,
+    stop=(),
+    stop_token_ids=(),
+  )
+  running = engine.steps(prompt, own)
+  try:
+    for _ in range(2 + engine.host_lag):
+      carry, _ = next(running)
+    jax.block_until_ready(carry)
+    first, steps = int(carry.target.length), 0
+
+    def run():
+      nonlocal carry, steps
+      for latest, _ in itertools.islice(running, PROFILED_STEPS):
+        carry, steps = latest, steps + 1
+      jax.block_until_ready(carry)
+
+    activities = trace(run)
+    last = int(carry.target.length)
+  finally:
+    running.close()
+  names = kernels.op_names(engine.lowered(own).compile().as_text() or "")
+  return {
+    "nodes": engine.policy.nodes,
+    "context": (first + last) / 2,
     "steps": steps,
     "kernels": kernels.to_columns(activities, names),
   }

@@ -23,7 +23,8 @@ from experiments.settings import AR, STOCK
 from specpilot_jax import configs
 from specpilot_jax.configs import ModelConfig, SystemConfig
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.models.drafters.config import DrafterConfig
+from specpilot_jax.models.drafters import config as drafters
+from specpilot_jax.models.yarn import Yarn
 
 PROFILE = "profile.json"
 FORMAT = 1
@@ -66,7 +67,9 @@ def models_of(profile: Mapping[str, Any]) -> floors.Models:
   if profile["drafter_config"] is not None:
     fields: dict[str, Any] = dict(profile["drafter_config"])
     fields["target_layers"] = tuple(fields["target_layers"])
-    drafter = DrafterConfig(**fields)
+    if fields["yarn"] is not None:
+      fields["yarn"] = Yarn(**fields["yarn"])
+    drafter = drafters.KINDS[profile["drafter"]](**fields)
   return floors.Models(
     target=ModelConfig(**target),
     dtype=profile["dtype"],
@@ -244,6 +247,10 @@ def _compute(profile, records, recordings, real, given_us) -> dict[str, Any]:
     )
     systems[name] = _system(m, records.get(name, ()), work, roofline)
   main = systems[STOCK]
+  others = {
+    name: measured_of(system)
+    for name, system in profile.get("others", {}).items()
+  }
   # The ceiling is a step of the best tree: its floors, not those of the chain.
   work = floors.step_work(
     models,
@@ -278,6 +285,17 @@ def _compute(profile, records, recordings, real, given_us) -> dict[str, Any]:
     "best_tree": best,
     "replay": replayed,
     "systems": systems,
+    "others": {
+      name: {
+        "nodes": m.nodes,
+        "profiled_step_us": m.breakdown.step_us,
+        "classes_us": m.breakdown.classes,
+        "kernels_per_step": m.breakdown.kernels,
+        "unattributed_us": m.breakdown.unattributed_us,
+        "heaviest": m.heaviest,
+      }
+      for name, m in others.items()
+    },
     "prefill_pass": _prefill(profile["prefill"], models, roofline),
   }
   if AR in systems:

@@ -6,7 +6,7 @@ from typing import Any
 from experiments import plots
 from experiments.blocks import Block, Heading, Plot, Table, Text
 from experiments.console import number
-from experiments.cost_model import budgets, compare, two_level
+from experiments.cost_model import budgets, compare, kernels, two_level
 from experiments.cost_model import model as model_lib
 from experiments.settings import STOCK
 from specpilot_jax import configs
@@ -50,6 +50,16 @@ def lines(model: Mapping[str, Any]) -> list[str]:
       f" {model['timing']} ({shares}), floor"
       f" {number(system['floor_step_us'], 0)} us, overhead factor"
       f" {number(system['overhead_factor'], 3)}"
+    )
+  for name, step in model.get("others", {}).items():
+    shares = ", ".join(
+      f"{kind.replace('_', ' ')} {us:.0f}"
+      for kind, us in step["classes_us"].items()
+      if us
+    )
+    out.append(
+      f"step of {name}: {number(step['profiled_step_us'], 0)} us"
+      f" {model['timing']} ({shares})"
     )
   ratio = model.get("verify_over_ar_step")
   if ratio is not None:
@@ -115,6 +125,7 @@ def blocks(model: Mapping[str, Any]) -> list[Block]:
     _systems(model),
     *_verify(model),
     _classes(model),
+    *_others(model),
     Plot(
       "Kernel classes of stock against floors", plots.classes_and_floors(shown)
     ),
@@ -213,6 +224,28 @@ def _classes(model) -> Table:
   return Table(
     ("class", "measured us", "floor us", "ratio", "MB", "GFLOP"), tuple(rows)
   )
+
+
+def _others(model) -> list[Block]:
+  """Steps of which no floors are counted."""
+  found = model.get("others", {})
+  if not found:
+    return []
+  return [
+    Table(
+      ("step of", "nodes", "us", *kernels.CLASSES, "kernels"),
+      tuple(
+        (
+          name,
+          str(s["nodes"]),
+          number(s["profiled_step_us"], 0),
+          *(number(s["classes_us"][kind], 0) for kind in kernels.CLASSES),
+          number(s["kernels_per_step"], 0),
+        )
+        for name, s in found.items()
+      ),
+    )
+  ]
 
 
 _POLICIES = {
@@ -325,7 +358,7 @@ def _heaviest(model) -> list[Block]:
       number(k["us_each"], 2),
       number(k["us_per_step"], 1),
     )
-    for name, system in model["systems"].items()
+    for name, system in (model["systems"] | model.get("others", {})).items()
     for k in system["heaviest"]
   )
   if not rows:

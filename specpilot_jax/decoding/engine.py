@@ -497,6 +497,19 @@ class Engine:
         return chunk.output
     raise AssertionError("a stream ends with its output")
 
+  def lowered(self, sampling: SamplingParams) -> jax.stages.Lowered:
+    """A step of such requests before compilation."""
+    compiled = self._compiled(sampling_lib.Features.of(sampling))
+    fresh = jax.eval_shape(self.fresh_carry)
+    carry = jax.eval_shape(
+      compiled.reset,
+      dataclasses.replace(fresh, history=None),
+      jax.ShapeDtypeStruct((self._capacity,), np.int32),
+      np.int32(1),
+      np.int32(1),
+    )
+    return compiled.step.lower(self._params, carry, self.request(sampling))
+
   def wait(self) -> None:
     """Returns once the device has done all that past requests left to it.
 

@@ -419,6 +419,10 @@ def _dspark(target: str, **shape: Any) -> DSparkConfig:
   )
 
 
+KINDS: dict[str, type[DrafterConfig]] = {
+  config.kind: config for config in (DrafterConfig, DFlash2Config, DSparkConfig)
+}
+
 PRESETS_BY_KIND: dict[str, dict[str, DrafterConfig]] = {
   DrafterConfig.kind: PRESETS,
   DFlash2Config.kind: {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from experiments import devices
-from experiments.cost_model import floors, kernels
+from experiments.cost_model import floors, kernels, model
 from specpilot_jax import configs, loading
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models import state as state_lib
@@ -20,6 +21,7 @@ from specpilot_jax.models.drafters.config import (
   DSparkConfig,
 )
 from specpilot_jax.models.drafters.dflash import DFlash
+from specpilot_jax.models.yarn import Yarn
 from tests.decoding import kit
 
 DRAFTER = DrafterConfig(
@@ -194,6 +196,22 @@ def test_drafter_weights_are_those_of_the_module():
     DRAFTER, kit.hybrid(), "float32", dataclasses.replace(step, context=21)
   )
   assert more.bytes - work.bytes == 4 * 2 * 32
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
+def test_what_was_profiled_is_read_back(config):
+  yarn = Yarn(factor=4, original_max_position_embeddings=64)
+  models = floors.Models(
+    target=kit.hybrid(), dtype="float32", drafter=config.kind,
+    drafter_config=dataclasses.replace(config, yarn=yarn),
+  )  # fmt: skip
+  told = {
+    "target": dataclasses.asdict(models.target),
+    "dtype": "float32",
+    "drafter": models.drafter,
+    "drafter_config": dataclasses.asdict(models.drafter_config),
+  }
+  assert model.models_of(json.loads(json.dumps(told))) == models
 
 
 def test_what_other_drafters_add():

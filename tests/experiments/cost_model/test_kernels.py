@@ -52,6 +52,11 @@ def kernel(name, op="", module="jit_step", start=0, duration=10):
     ("", "void cutlass::Kernel2<...>", kernels.TARGET_GEMM),
     ("", "nvjet_hsh_64x8", kernels.TARGET_GEMM),
     ("", "MemcpyD2H", kernels.OTHER),
+    ("", "w12_hopper_view", kernels.TARGET_GEMM),
+    ("command_buffer", "gdn_commit", kernels.RECURRENT),
+    ("", "tree_attention_combine", kernels.ATTENTION),
+    # Its scope says more, where there is one.
+    ("custom-call.9", "w12_matmul", kernels.DRAFTER),
   ],
 )
 def test_classes(op, name, expected):

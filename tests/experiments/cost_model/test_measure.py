@@ -9,6 +9,7 @@ import pytest
 
 from experiments.cost_model import kernels, measure, model
 from pallas_kernels import gdn_decode, gdn_verify
+from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import SamplingParams
 from tests.decoding import kit
@@ -139,6 +140,26 @@ def test_a_step_in_graphs_is_profiled_again_without(subject, monkeypatch):
   assert not model.measured_of(
     measure._profiled(session, [1, 2, 1], SamplingParams())
   ).without_graphs
+
+
+def test_steps_as_an_engine_decodes_them(subject):
+  """Of a system without floors, as many as there is room for."""
+  engine = Engine(
+    subject.target, drafter=subject.drafter, max_seq_len=96, prefill_chunk=16
+  )
+  for prompt, steps in (
+    ([1, 2, 1, 2, 1], measure.PROFILED_STEPS),
+    ([1] * 89, 1),
+  ):
+    system = measure._decoded(engine, prompt, SamplingParams(stop=("x",)))
+    assert steps <= system["steps"] <= measure.PROFILED_STEPS
+    assert len(prompt) < system["context"] < 96
+    measured = model.measured_of(system)
+    for name in ("target_gemm", "recurrent", "attention", "drafter"):
+      assert measured.breakdown.classes[name] > 0, name
+    assert measured.breakdown.unattributed_us == 0
+    assert measured.nodes == 4
+  assert engine.generate([1, 2], SamplingParams(max_tokens=3)).token_ids
 
 
 def test_few_steps_fit_a_short_sequence(subject):
