@@ -42,6 +42,7 @@ from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.mechanisms import registry, two_level
 from specpilot_jax.models import assembly
+from specpilot_jax.models.target import Target
 
 _NO_COST_MODEL = "the cost model failed"
 
@@ -137,10 +138,17 @@ def run(settings: Settings, *, profile: bool = False) -> int:
     )
 
   subject = None
-  # Replay needs level 1's choices.
-  recorded = TWO_LEVEL in {
-    settings.system(name).verification for name in settings.systems
-  }
+
+  def looking() -> Target | None:
+    """What level 1's choices are recorded with, which replay needs; weights in
+    W12 hold the view already."""
+    systems = list(map(settings.system, settings.systems))
+    if not any(s.verification == TWO_LEVEL for s in systems):
+      return None
+    if any(s.weights == "w12" for s in systems):
+      return prepared("w12", False)[0]
+    return coarse(SystemConfig().view)
+
   if profile and drafter is not None:
     subject = measure.Subject(
       target=model.target,
@@ -149,7 +157,7 @@ def run(settings: Settings, *, profile: bool = False) -> int:
       max_seq_len=room,
       prefill_chunk=settings.prefill_chunk,
       candidate=settings.options,
-      coarse=coarse(SystemConfig().view) if recorded else None,
+      coarse=looking(),
     )
     measure.check(subject)
   engines = {name: engine(name) for name in settings.systems}

@@ -74,12 +74,15 @@ def views(systems: Iterable[SystemConfig], *, profile: bool) -> int:
   """How many views of a target they hold beside weights in bf16.
 
   Args:
-    profile: whether their agreement is measured, by the default view.
+    profile: whether their agreement is measured, by the default view, which
+      weights in W12 hold already.
   """
+  systems = list(systems)
   looking = [s for s in systems if s.verification != ONE_LEVEL]
   held = {s.view for s in looking if s.weights == "bf16"}
+  in_w12 = any(s.weights == "w12" for s in systems)
   if profile and any(s.verification == TWO_LEVEL for s in looking):
-    held.add(SystemConfig().view)
+    held |= set() if in_w12 else {SystemConfig().view}
   return len(held)
 
 

@@ -51,8 +51,8 @@ class Subject:
     sampling: of the requests.
     max_seq_len, prefill_chunk: of the engines.
     candidate: a system whose step is measured too; None without one.
-    coarse: the target that level 1 of two-level verification runs, where its
-      choices are to be recorded.
+    coarse: as `recorder.Session` takes it, where level 1's choices are to be
+      recorded.
   """
 
   target: Target
@@ -289,8 +289,8 @@ def _decoded(
   )
   running = engine.steps(prompt, own)
   try:
-    for _ in range(2 + engine.host_lag):
-      carry, _ = next(running)
+    # What is lazy about first calls is not of a step.
+    *_, (carry, _) = itertools.islice(running, 2 + engine.host_lag)
     jax.block_until_ready(carry)
     first, steps = int(carry.target.length), 0
 

@@ -24,6 +24,7 @@ from specpilot_jax.decoding import step as step_lib
 from specpilot_jax.decoding.commit import commit
 from specpilot_jax.decoding.policy import Policy
 from specpilot_jax.errors import SpecPilotError
+from specpilot_jax.models import layers
 from specpilot_jax.models import state as state_lib
 from specpilot_jax.models.target import Target
 
@@ -37,8 +38,8 @@ class Session:
     prefill_chunk: prompt tokens per pass.
     features: what the step must be able to do.
     system: how a step decodes; a chain of the drafter's block by default.
-    coarse: the target that level 1 of two-level verification runs; its choices
-      are recorded then.
+    coarse: the target that level 1 of two-level verification runs, or one in
+      W12 whose view it reads; its choices are recorded then.
   """
 
   def __init__(
@@ -160,8 +161,9 @@ class Session:
       state = commit(carry.target, out.stash, path, i)
       run = jax.lax.dynamic_slice_in_dim(ahead, i, self.depths)
       exact = dataclasses.replace(carry, target=state)
+      looking = nnx.merge(self._coarse, params[2])
       return self.fns.choices(
-        nnx.merge(self._coarse, params[2]),
+        layers.read_view(looking, SystemConfig().view),
         exact,
         request,
         state_lib.run_of(run, self.depths, prefill=False),

@@ -48,6 +48,21 @@ def test_a_card_of_the_same_generation_will_do(monkeypatch):
   plan.check_card("h100")
 
 
+def test_views_beside_weights():
+  def systems(*weights):
+    return [
+      configs.SystemConfig(weights=form, verification="two_level")
+      for form in weights
+    ]
+
+  assert plan.views([configs.SystemConfig()], profile=True) == 0
+  for profile in (False, True):
+    assert plan.views(systems("bf16"), profile=profile) == 1
+    # In W12 level 1 reads the weights themselves, recorded or not.
+    assert plan.views(systems("w12"), profile=profile) == 0
+    assert plan.views(systems("bf16", "w12"), profile=profile) == 1
+
+
 def a_plan(drafting=1, plain=2, **more):
   return plan.memory(
     configs.preset("Qwen3.8-27B"),

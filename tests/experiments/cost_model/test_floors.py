@@ -201,15 +201,16 @@ def test_drafter_weights_are_those_of_the_module():
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
 def test_what_was_profiled_is_read_back(config):
   yarn = Yarn(factor=4, original_max_position_embeddings=64)
+  config = dataclasses.replace(config, yarn=yarn)
   models = floors.Models(
     target=kit.hybrid(), dtype="float32", drafter=config.kind,
-    drafter_config=dataclasses.replace(config, yarn=yarn),
+    drafter_config=config,
   )  # fmt: skip
   told = {
     "target": dataclasses.asdict(models.target),
     "dtype": "float32",
     "drafter": models.drafter,
-    "drafter_config": dataclasses.asdict(models.drafter_config),
+    "drafter_config": dataclasses.asdict(config),
   }
   assert model.models_of(json.loads(json.dumps(told))) == models
 

@@ -20,7 +20,7 @@ from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.prompt_lookup import PromptLookup
 from specpilot_jax.decoding.sampling import Features, SamplingParams
 from specpilot_jax.errors import SpecPilotError
-from specpilot_jax.mechanisms import level_choice, registry
+from specpilot_jax.mechanisms import level_choice, registry, w12
 from specpilot_jax.mechanisms import two_level as mechanism
 from tests.decoding import kit
 from tests.mechanisms import two_level_kit
@@ -111,13 +111,16 @@ class ReplayTest(kit.Float64TestCase):
     target = two_level_kit.target(config)
     drafter = PromptLookup(5, min_ngram=1)
     shape = dict(max_seq_len=192, prefill_chunk=16)
-    session = recorder.Session(
-      target,
-      drafter,
-      features=Features(greedy=not temperature, filters=False, penalties=False),
-      coarse=mechanism.coarse_target(target, "midpoint"),
-      **shape,
-    )
+    features = Features(greedy=not temperature, filters=False, penalties=False)
+    # Weights in W12 hold what the view has weights of its own for otherwise.
+    session, packed = (
+      recorder.Session(
+        target, drafter, features=features, coarse=coarse, **shape
+      )
+      for coarse in (
+        mechanism.coarse_target(target, "midpoint"), w12.target(target)
+      )
+    )  # fmt: skip
     system = SystemConfig(verification="two_level")
     stock = Engine(target, drafter=drafter, **shape)
     engine = Engine(
@@ -135,8 +138,9 @@ class ReplayTest(kit.Float64TestCase):
         max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True
       )
       out = stock.generate(prompt, sampling)
-      recordings.append(
-        session.record(
+
+      def record(session, seed=seed, prompt=prompt, sampling=sampling, out=out):
+        return session.record(
           str(seed),
           prompt,
           out.token_ids,
@@ -145,7 +149,12 @@ class ReplayTest(kit.Float64TestCase):
           max_tokens=TOKENS,
           sampling=sampling,
         )
-      )
+
+      recordings.append(record(session))
+      if not seed:
+        np.testing.assert_array_equal(
+          record(packed).level_one, recordings[0].level_one
+        )
       real = engine.generate(prompt, sampling)
       self.assertEqual(real.token_ids, out.token_ids)
       followed = replay.replay(recordings[-1:], policy)
