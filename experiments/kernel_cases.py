@@ -297,19 +297,13 @@ def fp8(shape: Shape, row_counts: Sequence[int]) -> Iterator[Operation]:
     )
 
 
-def of_requests(config: ModelConfig, requests: int) -> Iterator[Operation]:
+def of_requests(
+  config: ModelConfig, requests: int, counts: Sequence[int]
+) -> Iterator[Operation]:
   """The kernels of a tree's states for several requests, as a batch maps them,
-  with the tiles that they ship with and others."""
+  with the tiles that they ship with and others; by nodes of each."""
   heads, key_heads = config.gdn_num_value_heads, config.gdn_num_key_heads
   state_bytes = 4 * heads * config.gdn_key_head_dim * config.gdn_value_head_dim
-  nodes = 16
-  mask = jnp.asarray(chain_and_bush(nodes))
-  layers = [
-    jax.vmap(lambda seed: (*_layer(config, seed, nodes), mask))(
-      jnp.arange(i * requests, (i + 1) * requests)
-    )
-    for i in range(LAYERS)
-  ]
   verify = functools.partial(gdn_verify.verify, key_heads=key_heads)
 
   def operation(name, function, layers, tile, nbytes):
@@ -323,15 +317,29 @@ def of_requests(config: ModelConfig, requests: int) -> Iterator[Operation]:
     name = f"{name} of {requests} requests, {cut}"
     return Operation(name, call, layers, "triton", requests * nbytes)
 
-  shipped = gdn_verify.TILES[nodes, 1]
-  for columns, warps in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
-    tile = dataclasses.replace(shipped, columns=columns, num_warps=warps)
-    yield operation("gdn_verify", verify, layers, tile, state_bytes)
+  def layers_of(nodes):
+    mask = jnp.asarray(chain_and_bush(nodes))
+    return [
+      jax.vmap(lambda seed: (*_layer(config, seed, nodes), mask))(
+        jnp.arange(i * requests, (i + 1) * requests)
+      )
+      for i in range(LAYERS)
+    ]
+
+  layers = []
+  for nodes in counts:
+    layers = layers_of(nodes)
+    shipped = gdn_verify.tile_for(nodes, 1, requests)
+    for columns, warps in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
+      tile = dataclasses.replace(shipped, columns=columns, num_warps=warps)
+      name = f"gdn_verify {nodes} nodes"
+      yield operation(name, verify, layers, tile, state_bytes)
   stash = jax.jit(
     lambda layers: [jax.vmap(verify)(*layer)[1:] for layer in layers]
   )(layers)
-  path = jnp.tile(jnp.arange(nodes, dtype=jnp.int32), (requests, 1))
-  count = jnp.arange(requests, dtype=jnp.int32) % nodes + 1
+  longest = min(counts[-1], 16)
+  path = jnp.tile(jnp.arange(longest, dtype=jnp.int32), (requests, 1))
+  count = jnp.arange(requests, dtype=jnp.int32) % longest + 1
   layers = [
     (layer[4], *kept, path, count)
     for layer, kept in zip(layers, stash, strict=True)

@@ -94,7 +94,10 @@ def main() -> None:
   )
   if _REQUESTS.value:
     content["tree"] += kernel_cases.time_operations(
-      kernel_cases.of_requests(config, _REQUESTS.value), device
+      kernel_cases.of_requests(
+        config, _REQUESTS.value, [n for n in nodes if n > 1]
+      ),
+      device,
     )
   for shape in kernel_cases.fp8_shapes(config) if fp8_rows else ():
     content["tree"] += kernel_cases.time_operations(

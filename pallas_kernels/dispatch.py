@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -125,6 +126,28 @@ def shared_memory() -> int:
     if name in device.device_kind:
       return size
   return _LEAST_SHARED_MEMORY
+
+
+def by_requests(kernel: Callable[..., Any]) -> Callable[..., Any]:
+  """A function of arrays, which `vmap` maps over requests.
+
+  Args:
+    kernel: takes how many requests there are, then the arrays of one of them;
+      it is mapped where there are several.
+  """
+
+  @jax.custom_batching.custom_vmap
+  def one(*operands):
+    return kernel(1, *operands)
+
+  @one.def_vmap
+  def several(requests, batched, *operands):
+    axes = tuple(0 if x else None for x in batched)
+    mapped = jax.vmap(functools.partial(kernel, requests), in_axes=axes)
+    found = mapped(*operands)
+    return found, jax.tree.map(lambda _: True, found)
+
+  return one
 
 
 def once(*static: str):

@@ -96,18 +96,14 @@ def tree_attention(
 def _kernel(scale: float, implementation: dispatch.AttentionImplementation):
   """A kernel of the operands; Triton's where `vmap` has several requests."""
 
-  @jax.custom_batching.custom_vmap
-  def one(q, k_nodes, v_nodes, k_prefix, v_prefix, length, first, *mask):
-    if implementation == "mosaic" and mask and tree_hopper.pays(q, k_prefix):
+  def attend(requests, *operands):
+    q, k_nodes, v_nodes, k_prefix, v_prefix, length, first, *mask = operands
+    alone = implementation == "mosaic" and requests == 1
+    if alone and mask and tree_hopper.pays(q, k_prefix):
       return tree_hopper.attend(
         q, k_nodes, v_nodes, k_prefix, v_prefix, length, *mask,
         scale=scale, first=first,
       )  # fmt: skip
-    return triton(
-      1, q, k_nodes, v_nodes, k_prefix, v_prefix, length, first, *mask
-    )
-
-  def triton(requests, *operands):
     return _tree_attention_kernel(
       *operands,
       scale=scale,
@@ -115,13 +111,7 @@ def _kernel(scale: float, implementation: dispatch.AttentionImplementation):
       requests=requests,
     )
 
-  @one.def_vmap
-  def several(requests, batched, *operands):
-    axes = tuple(0 if x else None for x in batched)
-    mapped = jax.vmap(functools.partial(triton, requests), in_axes=axes)
-    return mapped(*operands), True
-
-  return one
+  return dispatch.by_requests(attend)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,6 +143,10 @@ class Allocation:
       scores = jnp.where(nodes.depth < positions[:, None], scores, -jnp.inf)
     if self.shared:
       budget = jnp.minimum(offer.plan.budget, budget)
+      if self.dynamic:
+        # Promises count as much as they came true, beside those of others.
+        trust = jnp.log(dynamic_draft.trust(offer.learned))
+        scores += jnp.where(nodes.depth > 0, trust[:, None], 0)
     return shared_budget_lib.allocate(
       nodes, scores, offer.live, budget, chains=self.chains
     )
@@ -482,7 +486,8 @@ class BatchPolicy:
     if not (self._shared or self._dynamic):
       return StepLimits(rows=None if rows == whole else rows)
     price = 0.0
-    if self._dynamic and costs is not None:
+    # Of a shared budget's rows all are paid for, whoever fills them.
+    if self._dynamic and not self._shared and costs is not None:
       price = node_price(requests, costs, self.yields, rows)
     return StepLimits(
       rows=None if rows == whole else rows,

@@ -63,6 +63,12 @@ def survival(
   return jnp.cumprod(each).astype(jnp.float32)
 
 
+def trust(recent: Recent) -> Float[Array, "*S"]:
+  """What of the drafter's expectation came true of late, above 0: one token of
+  perfect agreement is assumed beside the passes seen."""
+  return (recent.accepted + 1) / (recent.expected + 1)
+
+
 def length(
   recent: Recent,
   survival: Float[Array, " S"],
@@ -72,8 +78,7 @@ def length(
   """Positions to verify: those that are worth the most.
 
   Worth what their drafts are expected to emit, less what their nodes cost. The
-  drafter's expectation counts as much as it came true of late, one token of
-  perfect agreement being assumed beside the passes seen.
+  drafter's expectation counts as much as it came true of late (`trust`).
 
   Args:
     recent: of the request.
@@ -84,8 +89,7 @@ def length(
   Returns:
     One of the lengths, the longest of equally good ones.
   """
-  trust = (recent.accepted + 1) / (recent.expected + 1)
-  likely = jnp.minimum(trust * survival, 1)
+  likely = jnp.minimum(trust(recent) * survival, 1)
   slots = jnp.arange(survival.shape[0])
   values = jnp.stack(
     [

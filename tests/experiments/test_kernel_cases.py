@@ -108,8 +108,10 @@ def test_operations_of_several_requests_of_prompts_and_in_fp8(us, monkeypatch):
   monkeypatch.setattr(kernel_cases, "RUNS", (8,))
   config = kit.hybrid()
   with kit.quick_compilation():
-    several = list(kernel_cases.of_requests(config, 2))
-    assert several[0].name == "gdn_verify of 2 requests, 32 columns 4 warps"
+    several = list(kernel_cases.of_requests(config, 2, [16, 17]))
+    assert several[0].name == (
+      "gdn_verify 16 nodes of 2 requests, 32 columns 4 warps"
+    )
     assert several[-1].name == "gdn_commit of 2 requests, 128 columns 8 warps"
     assert several[-1].nbytes == 2 * several[0].nbytes
     commit = several[-1]
