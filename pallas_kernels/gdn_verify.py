@@ -8,14 +8,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch, gated_delta, halves
 
@@ -60,6 +59,10 @@ SEVERAL = {(16, 1): Tile(columns=128, num_warps=4)}
 """Instead, for several requests at once. Of 16 with 16 nodes each 34.4 us where
 64 columns take 39.0 (8 warps 46.4), 32 47.9, 128 with 8 warps 36.8; 10.5 by
 bytes."""
+
+FEW = 16
+"""Nodes up to which a tree has a tile of so many rows among several requests,
+whatever places it has: where they share a budget, few have many nodes."""
 
 MAX_NODES = max(nodes for nodes, _ in TILES)
 
@@ -125,6 +128,7 @@ def verify(
   dt_bias: Float[Array, " Hv"],
   state: Float[Array, "Hv K V"],
   mask: Bool[Array, "N N"],
+  count: Int[Array, ""] | None = None,
   *,
   key_heads: int,
   implementation: dispatch.VerifyImplementation = "reference",
@@ -143,6 +147,8 @@ def verify(
     state: float32 (float64 in the references).
     mask: mask[i, j] is True where j is i or an ancestor of i; parents come
       before their children.
+    count: nodes that exist, the first ones; all of them where None. Outputs of
+      the others are finite, and mean nothing.
     key_heads: Hk; C = 2 Hk K + Hv V.
     implementation: `per_path` recomputes each node's path from the root, as
       engines without the tree form do. The kernel takes float32 and up to 128
@@ -160,8 +166,9 @@ def verify(
         *operands, key_heads, implementation, tile, requests
       )
 
+    count = jnp.asarray(mask.shape[0] if count is None else count, jnp.int32)
     return dispatch.by_requests(kernel)(
-      mixed, projected, a_log, dt_bias, state, mask
+      mixed, projected, a_log, dt_bias, state, mask, count
     )
   heads, key_dim, _ = state.shape
   b, a = jnp.split(projected[:, -2 * heads :].astype(state.dtype), 2, axis=-1)
@@ -246,6 +253,7 @@ def _program(
   a_log_ref,
   dt_bias_ref,
   mask_ref,
+  count_ref,
   state_ref,
   o_ref,
   key_ref,
@@ -254,19 +262,54 @@ def _program(
   *,
   repeat,
   tiles,
+  few,
   products,
 ):
   """One value head, some columns of its state.
 
+  Args:
+    tiles: of all nodes, first row and rows of each.
+    few: nodes of a smaller tile, for a tree that has no more; 0 for none.
+  """
+  head, block = pl.program_id(0), pl.program_id(1)
+  state = state_ref[...]  # [K, columns]
+  refs = (
+    q_ref, k_ref, v_ref, b_ref, a_ref, a_log_ref, dt_bias_ref, mask_ref, o_ref,
+    key_ref, u_ref, decay_ref,
+  )  # fmt: skip
+  run = functools.partial(
+    _nodes, head, (head % repeat == 0) & (block == 0), state, refs, products
+  )
+  if not few:
+    run(tiles)
+    return
+
+  @pl.when(count_ref[0] <= few)
+  def _():
+    run([(0, few)])
+    # What does not exist is finite all the same.
+    rest = pl.ds(few, o_ref.shape[0] - few)
+    for ref in (o_ref, key_ref, u_ref, decay_ref):
+      ref[rest] = jnp.zeros((rest.size, *ref.shape[1:]))
+
+  @pl.when(count_ref[0] > few)
+  def _():
+    run(tiles)
+
+
+def _nodes(head, writes_keys, state, refs, products, tiles):
+  """Nodes in some tiles, behind the state [K, columns].
+
   Every number that a program needs is asked for before any is used, and none
   is written before all are read: loads do not pass stores.
   """
-  head, block = pl.program_id(0), pl.program_id(1)
+  (
+    q_ref, k_ref, v_ref, b_ref, a_ref, a_log_ref, dt_bias_ref, mask_ref, o_ref,
+    key_ref, u_ref, decay_ref,
+  ) = refs  # fmt: skip
   nodes = [pl.ds(*x) for x in tiles]
   number = range(len(tiles))
   pairs = [(i, j) for i in number for j in range(i + 1)]
-
-  state = state_ref[...]  # [K, columns]
   rate, bias = a_log_ref[head], dt_bias_ref[head]
   a = [a_ref[i].astype(jnp.float32) + bias for i in nodes]
   b = [b_ref[i].astype(jnp.float32) for i in nodes]
@@ -283,31 +326,15 @@ def _program(
     o_ref[nodes[i], :] = o
     decay_ref[nodes[i]] = decay  # each program of a head writes the same
 
-  solved = solve(
+  keys = solve(
     q, k, v, a, b, rate, seen, state, products,
     updated=updated, output=output,
   )  # fmt: skip
 
-  @pl.when((head % repeat == 0) & (block == 0))
+  @pl.when(writes_keys)
   def _():
     for i in number:
-      key_ref[nodes[i], :] = solved.keys[i]
-
-
-class Solved(NamedTuple):
-  """Nodes of a tree behind `solve`, in tiles of rows.
-
-  Attributes:
-    keys: normalised, [rows, K].
-    updates: u over `up`, in two halves.
-    decay: sums of g along the paths, [rows].
-    up: power of two of each column.
-  """
-
-  keys: list[Array]
-  updates: list[Sequence[Array]]
-  decay: list[Array]
-  up: Array
+      key_ref[nodes[i], :] = keys[i]
 
 
 def solve(
@@ -323,8 +350,7 @@ def solve(
   *,
   updated: Callable[[int, Array], None],
   output: Callable[[int, Array, Array], None],
-  live: list[Array] | None = None,
-) -> Solved:
+) -> list[Array]:
   """The tree form of the delta rule for one value head, inside of a kernel.
 
   Args:
@@ -337,7 +363,9 @@ def solve(
     products: see `products_for`.
     updated, output: take a tile's u; its o and path log-decays. Called where
       they are known, so that they need not be kept.
-    live: rows that change anything; all of them where None.
+
+  Returns:
+    Normalised keys, [rows, K].
   """
   number = range(len(k))
   pairs = [(i, j) for i in number for j in range(i + 1)]
@@ -368,9 +396,6 @@ def solve(
 
   gated = [gates(*x, rate) for x in zip(a, b, strict=True)]
   beta, g = [x for x, _ in gated], [x for _, x in gated]
-  if live is not None:
-    beta = [jnp.where(x, y, 0.0) for x, y in zip(live, beta, strict=True)]
-    g = [jnp.where(x, y, 0.0) for x, y in zip(live, g, strict=True)]
   beta = [x[:, None] for x in beta]
   decay = [jnp.zeros(x.shape[0], jnp.float32) for x in k]
   for i, j in pairs:
@@ -409,7 +434,7 @@ def solve(
     for j in range(i + 1):
       o += halves.dot(weights[i, j], u[j][: len(weights[i, j])])
     output(i, o * (up * scale), decay[i])
-  return Solved(keys=k, updates=u, decay=decay, up=up)
+  return k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,8 +485,8 @@ class Rows:
 
 @dispatch.once("key_heads", "implementation", "tile", "requests")
 def _verify_kernel(
-  mixed, projected, a_log, dt_bias, state, mask, key_heads, implementation,
-  tile, requests,
+  mixed, projected, a_log, dt_bias, state, mask, count, key_heads,
+  implementation, tile, requests,
 ):  # fmt: skip
   n = mixed.shape[0]
   heads, key_dim, value_dim = state.shape
@@ -494,6 +519,7 @@ def _verify_kernel(
       _program,
       repeat=repeat,
       tiles=_row_tiles(nodes, tile.rows),
+      few=FEW if requests > 1 and nodes > FEW else 0,
       products=products,
     ),
     grid=(heads, value_dim // columns),
@@ -506,6 +532,7 @@ def _verify_kernel(
       whole(a_log),
       whole(dt_bias),
       whole(mask),
+      pl.BlockSpec((1,), lambda head, block: (0,)),
       pl.BlockSpec(
         (None, key_dim, columns), lambda head, block: (head, 0, block)
       ),
@@ -522,5 +549,8 @@ def _verify_kernel(
     ),
     interpret=implementation == "interpret",
     name="gdn_verify",
-  )(mixed, mixed, mixed, projected, projected, a_log, dt_bias, mask, state)
+  )(
+    mixed, mixed, mixed, projected, projected, a_log, dt_bias, mask,
+    count.reshape(1), state,
+  )  # fmt: skip
   return tuple(x[:n] for x in outputs)

@@ -209,6 +209,7 @@ class GatedDeltaNet(nnx.Module):
         self.dt_bias[...],
         state.recurrent,
         nodes.mask,
+        nodes.count,
         key_heads=self.config.gdn_num_key_heads,
         implementation=self.kernels.gdn_verify,
       )

@@ -19,11 +19,11 @@ TOLERANCES = {jnp.float32: 1e-5, jnp.bfloat16: 2e-3}
 """Of the largest value, by the dtype of the activations."""
 
 
-def run(implementation, *given, mask):
+def run(implementation, *given, mask, count=None):
   verify = functools.partial(
     gdn_verify.verify, key_heads=KEY_HEADS, implementation=implementation
   )
-  return verify(*given, mask=mask)
+  return verify(*given, mask=mask, count=count)
 
 
 interpreted = jax.jit(functools.partial(run, "interpret"))
@@ -134,6 +134,32 @@ class VerifyTest(parameterized.TestCase):
       given = arguments(rng, size, decay=10.0 ** rng.uniform(-4, 1))
       parents = chain(size) if i == 0 else trees.random_parents(rng, size)
       self.check(given, parents, dtype, node=int(rng.integers(size)))
+
+  @parameterized.parameters(20, 32)
+  def test_several_requests_some_of_few_nodes(self, places):
+    """Each has what it has alone; what does not exist is finite."""
+    rng = np.random.default_rng(places)
+    counts = (1, 5, gdn_verify.FEW, gdn_verify.FEW + 1, places)
+    given = [cast(arguments(rng, places), jnp.bfloat16) for _ in counts]
+    parents = [trees.random_parents(rng, places) for _ in counts]
+    masks = jnp.stack([trees.mask_of(x) for x in parents])
+    found = jax.vmap(
+      lambda *x: interpreted(*x[:-2], mask=x[-2], count=x[-1]),
+    )(
+      *(jnp.stack(x) for x in zip(*given, strict=True)),
+      masks,
+      jnp.array(counts),
+    )
+    for one, own, mask, count in zip(
+      zip(*found, strict=True), given, masks, counts, strict=True
+    ):
+      alone = interpreted(*own, mask=mask)
+      for a, b in zip(one, alone, strict=True):
+        self.assertTrue(np.isfinite(a).all())
+        largest = np.abs(b[:count]).max()
+        np.testing.assert_allclose(
+          a[:count], b[:count], atol=TOLERANCES[jnp.bfloat16] * largest
+        )
 
   @parameterized.parameters((90, jnp.bfloat16), (128, jnp.float32))
   def test_more_tiles(self, size, dtype):
