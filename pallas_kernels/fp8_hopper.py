@@ -1,0 +1,612 @@
+"""y = x W^T with W in FP8 for a Hopper GPU, by Mosaic GPU.
+
+y^T = W x^T: rows of W are those of `wgmma`, rows of x its columns, so that few
+rows of x waste nothing. A program, one on a multiprocessor, has some rows of W
+and some of x at a time, and all columns: a warp group asks for codes ahead of
+time (TMA, a ring in shared memory), two others multiply. The products of a
+block of 128 columns are the FP8 units', which keep fewer bits than float32;
+they are added up in float32, one block after the other. So what a row yields
+depends neither on how many rows there are nor on how they are cut up, and
+`plan` may choose.
+
+Programs of a cluster have other rows of W and the same ones of x: each asks for
+a part of these, for all of them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import math as mlir_math
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, fp8_rows
+from pallas_kernels.fp8_array import BLOCK, FP8Array
+
+PROGRAMS = 132
+"""Multiprocessors of an H100 or H200; some Hopper cards have fewer."""
+CONSUMERS = 2
+"""Warp groups that multiply; one more loads."""
+REGISTERS = {"multiply": 232, "load": 40}
+"""Of a thread."""
+SHARED_MEMORY = 224 << 10
+"""Bytes of a program's ring."""
+HIGH = 64
+"""Rows of W of a warp group: those of a `wgmma`."""
+WIDE = 128
+"""Rows of x of a product at most: its sums are in registers twice."""
+MOST_COLUMNS = 256
+MOST_BLOCKS = 4
+"""Of 128 columns, that a slot of the ring has."""
+LEAST_STAGES = 4
+MOST_STAGES = 32
+SUMS = 176
+"""Registers of a thread for sums and products."""
+EIGHT = 8
+"""Rows of a tile in shared memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How a product is cut up.
+
+  Attributes:
+    rows: of W for a program at a time, a multiple of 8 up to 128; from 72 on
+      each consumer has 64 of them, with fewer each has all and half of x.
+    columns: rows of x, a multiple of 16 up to 256.
+    cluster: programs that share them.
+    blocks: of 128 columns in a slot of the ring; chosen where 0.
+    stages: slots; chosen where 0.
+    ahead: products of a consumer in flight; chosen where 0.
+  """
+
+  rows: int
+  columns: int
+  cluster: int = 1
+  blocks: int = 0
+  stages: int = 0
+  ahead: int = 0
+
+  @property
+  def by_rows(self) -> bool:
+    """Whether consumers share rows of W, not of x."""
+    return self.rows > HIGH
+
+  @property
+  def padded(self) -> int:
+    """Rows that products have."""
+    return 2 * HIGH if self.by_rows else HIGH
+
+  @property
+  def own(self) -> int:
+    """Rows of x of a consumer."""
+    return self.columns if self.by_rows else self.columns // 2
+
+  @property
+  def pieces(self) -> int:
+    """Products that a consumer's rows of x are."""
+    return pl.cdiv(self.own, WIDE)
+
+  def slot(self, blocks: int) -> int:
+    """Bytes of a slot."""
+    codes = (self.padded + self.columns) * BLOCK
+    return (codes + 4 * self.columns) * blocks
+
+  def filled(self, blocks: int) -> "Tile":
+    """With everything chosen, for a matrix of so many blocks across."""
+    deep = self.blocks
+    if not deep:
+      deep = math.gcd(blocks, MOST_BLOCKS)
+      while deep > 1 and SHARED_MEMORY // self.slot(deep) < LEAST_STAGES:
+        deep //= 2
+    stages = self.stages or SHARED_MEMORY // self.slot(deep)
+    piece = self.own // self.pieces
+    ahead = self.ahead or max(1, (SUMS - self.own // 2) // (piece // 2))
+    return dataclasses.replace(
+      self,
+      blocks=deep,
+      stages=min(stages, MOST_STAGES),
+      ahead=min(ahead, deep * self.pieces),
+    )
+
+
+def takes(w: FP8Array) -> bool:
+  """Whether the kernel takes the matrix: its rows, columns and scales."""
+  rows, columns = w.codes.shape
+  scales = (BLOCK, BLOCK), (1, columns)
+  return (
+    rows > 0
+    and rows % EIGHT == 0
+    and columns % BLOCK == 0
+    and w.block in scales
+  )
+
+
+# Of a multiprocessor, a clock of it; what an H200 does at 1.76 GHz.
+_UNIT = 4096  # products of the FP8 units
+_FLOW = 30.0  # bytes from the L2 cache, where all multiprocessors ask
+_PORT = 48.0  # bytes from it where few do
+_MEMORY = 18.5  # bytes from memory, a 132nd of its rate
+_OVERHEAD = 90.0  # of a block
+
+
+def cost(tile: Tile, n: int, w_rows: int, programs: int = PROGRAMS) -> float:
+  """Clocks of a block of columns, of all that a program does one by one."""
+  clusters = programs // tile.cluster
+  down = pl.cdiv(w_rows, tile.rows)
+  across = pl.cdiv(n, tile.columns)
+  units = pl.cdiv(down, tile.cluster) * across
+  active = min(units, clusters) * tile.cluster
+  # A multiplication reads both tiles from shared memory.
+  per_consumer = 4 * max(tile.own / 2, 16 + tile.own / 4)
+  multiply = CONSUMERS * per_consumer
+  add = 2.4 * tile.own + 60
+  read = (tile.rows + tile.columns / tile.cluster) * BLOCK
+  share = active / PROGRAMS
+  together = min(across, clusters)
+  step = max(
+    multiply,
+    add,
+    read / _PORT,
+    read * share / _FLOW,
+    tile.rows * BLOCK * share / together / _MEMORY,
+  )
+  return pl.cdiv(units, clusters) * (step + _OVERHEAD)
+
+
+def tiles(n: int) -> Iterator[Tile]:
+  """Those to choose from for n rows of x."""
+  least = pl.cdiv(min(n, MOST_COLUMNS), 16) * 16
+  parts = pl.cdiv(n, MOST_COLUMNS)
+  columns = {least}
+  columns |= {pl.cdiv(pl.cdiv(n, parts + i), 16) * 16 for i in range(3)}
+  columns |= {x for x in (64, 128, 192, 256) if x <= least}
+  for column in sorted(columns):
+    for cluster in (1, 2, 4):
+      for row in range(EIGHT, 2 * HIGH + 1, EIGHT):
+        yield Tile(row, column, cluster)
+
+
+@functools.cache
+def plan(n: int, w_rows: int, programs: int = PROGRAMS) -> Tile:
+  """The tile for n rows of x and so many of W."""
+  return min(tiles(n), key=lambda tile: cost(tile, n, w_rows, programs))
+
+
+def matmul(
+  x: Float[Array, "N I"],
+  w: FP8Array,
+  out_dtype,
+  *,
+  tile: Tile | None = None,
+  interpret: bool = False,
+) -> Float[Array, "N Q"]:
+  """x W^T for a matrix that the kernel `takes`, rounded once.
+
+  Args:
+    tile: instead of that of `plan`.
+    interpret: step by step in JAX, where clusters are of one program.
+  """
+  if not takes(w):
+    raise ValueError(
+      "fp8_hopper takes rows in eights, columns in 128s and scales of 128 by"
+      f" 128 or of a row, not {w.codes.shape} and {w.block}"
+    )
+  programs = min(PROGRAMS, dispatch.multiprocessors(PROGRAMS))
+  rows, columns = w.codes.shape
+  tile = tile or plan(x.shape[0], rows, programs)
+  return _matmul(
+    x, w, tile.filled(columns // BLOCK), programs, jnp.dtype(out_dtype),
+    interpret,
+  )  # fmt: skip
+
+
+@dispatch.once("tile", "programs", "out_dtype", "interpret")
+def _matmul(x, w, tile, programs, out_dtype, interpret):
+  n = x.shape[0]
+  rows, columns = w.codes.shape
+  across = pl.cdiv(n, tile.columns)
+  padded = across * tile.columns
+  codes, scale = fp8_rows.quantize(
+    x, w.block[1], padded, "interpret" if interpret else "triton"
+  )
+  weights, scales = w.codes, w.scale
+  whole = w.block[1] == columns
+  down = pl.cdiv(pl.cdiv(rows, tile.rows), tile.cluster)
+  if whole:  # Rows of scales are read 64 at a time.
+    more = down * tile.cluster * tile.rows + HIGH - rows
+    scales = jnp.pad(scales[:, 0], (0, more))
+  if interpret:
+    codes, weights = (x.astype(jnp.float32) for x in (codes, weights))
+  swizzled = ()
+  if not interpret:
+    swizzled = plgpu.TilingTransform((EIGHT, BLOCK)), plgpu.SwizzleTransform(128)
+
+  def ring(rows):
+    shape = tile.stages, rows, tile.blocks * BLOCK
+    return plgpu.SMEM(shape, codes.dtype, transforms=swizzled)
+
+  shared = tile.cluster > 1
+  scratch = dict(
+    w_ring=ring(tile.padded),
+    x_ring=ring(tile.columns),
+    full=plgpu.Barrier(
+      num_arrivals=2 if whole else 3, num_barriers=tile.stages
+    ),
+    empty=plgpu.ClusterBarrier(
+      collective_axes=("peer",),
+      num_arrivals=CONSUMERS,
+      num_barriers=tile.stages,
+    )
+    if shared
+    else plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+  )
+  if not whole:
+    scratch["s_ring"] = plgpu.SMEM(
+      (tile.stages, tile.blocks, tile.columns), jnp.float32
+    )
+  units = down * across
+  kernel = plgpu.kernel(
+    functools.partial(
+      _program, tile=tile, across=across, units=units, interpret=interpret
+    ),
+    # Who stores would have to tell rows of x that there are not.
+    out_type=jax.ShapeDtypeStruct((padded, rows), out_dtype),
+    scratch_types=scratch,
+    grid=(min(programs // tile.cluster, units),),
+    grid_names=("program",),
+    cluster=(tile.cluster,) if shared else (),
+    cluster_names=("peer",) if shared else (),
+    num_threads=1 + CONSUMERS,
+    thread_name="group",
+    interpret=plgpu.InterpretGPUParams() if interpret else None,
+    kernel_name="fp8_hopper",
+  )
+  return kernel(codes, scale, weights, scales)[:n]
+
+
+def _program(
+  x_ref, s_ref, w_ref, scale_ref, out_ref, *, tile, across, units, interpret,
+  w_ring, x_ring, full, empty, s_ring=None,
+):  # fmt: skip
+  """Some rows of W and of x after others.
+
+  Args:
+    x_ref: codes [n, I].
+    s_ref: their scales [C, n].
+    w_ref: codes [Q, I].
+    scale_ref: their scales [R, C], or [Q + more].
+    out_ref: [n, Q].
+    across: tiles that all rows of x are.
+    units: what clusters share out, a row tile for each program at a time.
+  """
+  cluster, clusters = lax.axis_index("program"), lax.axis_size("program")
+  peer = lax.axis_index("peer") if tile.cluster > 1 else 0
+  group = lax.axis_index("group")
+  steps = x_ref.shape[1] // (BLOCK * tile.blocks)
+  mine = (units - 1 - cluster) // clusters + 1
+
+  def place(i):
+    """The first row of W and of x."""
+    unit = cluster + i * clusters
+    down = unit // across * tile.cluster + peer
+    return down * tile.rows, lax.rem(unit, across) * tile.columns
+
+  @pl.when(group == CONSUMERS)
+  def _():
+    if not interpret:
+      plgpu.set_max_registers(REGISTERS["load"], action="decrease")
+    _load(
+      x_ref, s_ref, w_ref, x_ring, s_ring, w_ring, full, empty,
+      place, mine, steps, tile=tile,
+    )  # fmt: skip
+
+  @pl.when(group < CONSUMERS)
+  def _():
+    if not interpret:
+      plgpu.set_max_registers(REGISTERS["multiply"], action="increase")
+
+    def unit(i, _):
+      row, column = place(i)
+      height = jnp.minimum(tile.rows, out_ref.shape[1] - row)
+      if tile.by_rows:
+        row, height = row + group * HIGH, height - group * HIGH
+      else:
+        column += group * tile.own
+      totals = _sum_up(
+        x_ring, s_ring, w_ring, scale_ref, full, empty, i * steps, steps,
+        row, group, tile=tile, interpret=interpret,
+      )  # fmt: skip
+      width = tile.own // tile.pieces
+      for p, total in enumerate(totals):
+        first = column + p * width
+        if s_ring is None:
+          total *= _outer(
+            _row_scales(scale_ref.at[pl.ds(row, HIGH)]),
+            plgpu.load(
+              s_ref.at[0, pl.ds(first, width)],
+              layout=plgpu.Layout.WGMMA.reduce(0),
+              optimized=False,
+            ),
+          )
+        _store(out_ref, total, row, first, height, interpret)
+
+    lax.fori_loop(0, mine, unit, None)
+
+
+def _load(
+  x_ref, s_ref, w_ref, x_ring, s_ring, w_ring, full, empty, place, mine, steps,
+  *, tile,
+):  # fmt: skip
+  """Keeps the ring full."""
+  axes = ("peer",) if tile.cluster > 1 else None
+  rows = pl.ds(0, tile.rows)
+
+  def load(item, _):
+    i, k = item // steps, lax.rem(item, steps)
+    slot = lax.rem(item, tile.stages)
+    row, column = place(i)
+
+    @pl.when(item >= tile.stages)
+    def _():
+      plgpu.barrier_wait(empty.at[slot])
+
+    here = pl.ds(k * tile.blocks * BLOCK, tile.blocks * BLOCK)
+    # Rows behind the last are zeros.
+    plgpu.copy_gmem_to_smem(
+      w_ref.at[pl.ds(row, tile.rows), here], w_ring.at[slot, rows],
+      full.at[slot],
+    )  # fmt: skip
+    columns = pl.ds(column, tile.columns)
+    plgpu.copy_gmem_to_smem(
+      x_ref.at[columns, here], x_ring.at[slot], full.at[slot],
+      collective_axes=axes,
+    )  # fmt: skip
+    if s_ring is not None:
+      blocks = pl.ds(k * tile.blocks, tile.blocks)
+      plgpu.copy_gmem_to_smem(
+        s_ref.at[blocks, columns], s_ring.at[slot], full.at[slot],
+        collective_axes=axes,
+      )  # fmt: skip
+
+  items = mine * steps
+  lax.fori_loop(0, items, load, None)
+  # No barrier is left with a phase that nobody has waited for, nor a program
+  # while others write to its memory.
+  lax.fori_loop(
+    jnp.maximum(items - tile.stages, 0),
+    items,
+    lambda item, _: plgpu.barrier_wait(empty.at[lax.rem(item, tile.stages)]),
+    None,
+  )
+
+
+def _sum_up(
+  x_ring, s_ring, w_ring, scale_ref, full, empty, begin, steps, row, group,
+  *, tile, interpret,
+):  # fmt: skip
+  """Sums over all columns, [64, rows of x] each.
+
+  Args:
+    begin: items of the ring before.
+    row: the consumer's first one of W.
+  """
+  width = tile.own // tile.pieces
+  products = [(b, p) for b in range(tile.blocks) for p in range(tile.pieces)]
+  high = pl.ds(group * HIGH if tile.by_rows else 0, HIGH)
+  # Whether all rows of a tile have the same scale.
+  same = BLOCK % tile.rows == 0
+
+  def scales(k):
+    """Of W, of the blocks of a step: of the rows up to the next multiple of
+    128, and of those from there on."""
+    if s_ring is None:
+      return ()
+    last = scale_ref.shape[0] - 1
+    here = [jnp.minimum(row // BLOCK, last)]
+    if not same:
+      here.append(jnp.minimum(row // BLOCK + 1, last))
+    first = jnp.minimum(k, steps - 1) * tile.blocks
+    return tuple(
+      tuple(scale_ref[r, first + b] for r in here) for b in range(tile.blocks)
+    )
+
+  def columns(p):
+    first = p * width
+    return pl.ds(first if tile.by_rows else group * tile.own + first, width)
+
+  def step(k, carry):
+    *totals, own = carry
+    slot = lax.rem(begin + k, tile.stages)
+    ahead = scales(k + 1)
+    plgpu.barrier_wait(full.at[slot])
+
+    def scope(*sums):
+      found = list(totals)
+      factors = {}
+
+      def start(i):
+        b, p = products[i]
+        here = pl.ds(b * BLOCK, BLOCK)
+        acc = sums[i % len(sums)]
+        if i >= len(sums):
+          acc[...] = _zeros(width)
+        plgpu.wgmma(
+          acc,
+          w_ring.at[slot, high, here],
+          x_ring.at[slot, columns(p), here].transpose((1, 0)),
+        )
+        if s_ring is None:
+          return
+        of_x = plgpu.load(
+          s_ring.at[slot, b, columns(p)], layout=plgpu.Layout.WGMMA.reduce(0)
+        )
+        if same:
+          factors[i] = _spread(of_x * own[b][0], 1, width)
+        else:
+          factors[i] = _outer(_either(*own[b], row), of_x)
+
+      for i in range(len(sums)):
+        start(i)
+      for i, (_, p) in enumerate(products):
+        left = min(len(sums), len(products) - i) - 1
+        product = plgpu.wgmma_accumulator_load(sums[i % len(sums)], wait_n=left)
+        found[p] = _add(found[p], product, factors.pop(i, None), interpret)
+        if i + len(sums) < len(products):
+          start(i + len(sums))
+      return found
+
+    accumulators = [plgpu.ACC((HIGH, width), jnp.float32)] * tile.ahead
+    totals = pl.run_scoped(scope, *accumulators)
+    plgpu.barrier_arrive(empty.at[slot])
+    return *totals, ahead
+
+  carry = (*[_zeros(width)] * tile.pieces, scales(0))
+  return lax.fori_loop(0, steps, step, carry)[: tile.pieces]
+
+
+def _zeros(width):
+  return plgpu.layout_cast(
+    jnp.zeros((HIGH, width), jnp.float32), plgpu.Layout.WGMMA
+  )
+
+
+def _spread(x, axis, width):
+  """A row or a column as [64, width]."""
+  return lax.broadcast_in_dim(x, (HIGH, width), [axis])
+
+
+def _outer(of_w, of_x):
+  width = of_x.shape[0]
+  return _spread(of_x, 1, width) * _spread(of_w, 0, width)
+
+
+def _row_scales(ref):
+  return plgpu.load(
+    ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+  )
+
+
+def _either(low, high, row):
+  """`high` from the next multiple of 128 rows on, `low` before it: [64]."""
+  index = plgpu.broadcasted_iota(
+    jnp.int32, (HIGH,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
+  )
+  return jnp.where(index < BLOCK - lax.rem(row, BLOCK), low, high)
+
+
+def _add(total, product, factor, interpret):
+  """total + product * factor, rounded once; without a factor the sum."""
+  if factor is None:
+    return total + product
+  if interpret:
+    return total + product * factor
+  layout = plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(
+    arg_types=(layout,) * 3,
+    return_type=plgpu.ShapeDtypeStruct(
+      total.shape, jnp.float32, layout=layout
+    ),
+  )
+  def fused(_, total, product, factor):
+    return product._pointwise(mlir_math.fma, factor, total)
+
+  return fused(total, product, factor)
+
+
+def _store(out_ref, total, row, column, height, interpret):
+  """Writes the first `height` rows of a total, as columns.
+
+  Args:
+    out_ref: [n, Q]; Q is a multiple of 8, and so is the height.
+  """
+  width = total.shape[1]
+  if interpret:
+    for first in range(0, HIGH, EIGHT):
+
+      @pl.when(first < height)
+      def _(first=first):
+        at = pl.ds(row + first, EIGHT)
+        part = total[first : first + EIGHT]
+        out_ref[pl.ds(column, width), at] = part.T.astype(out_ref.dtype)
+
+    return
+  stride = out_ref.shape[1]
+  narrow = out_ref.dtype == jnp.bfloat16
+  scalar = plgpu.Layout.WG_SPLAT(())
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar, scalar)
+  )
+  def write(_, out_ref, total, row, column, height):
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    row, column, height = (
+      x.registers.item() for x in (row, column, height)
+    )
+
+    def c(value, kind=i32):
+      return mgpu.c(value, kind)
+
+    thread = arith.remui(mgpu.utils.thread_idx(), c(128))
+    lane = arith.remui(thread, c(32))
+    first = arith.muli(arith.divui(thread, c(32)), c(16))
+    quad, pair = arith.divui(lane, c(4)), arith.muli(
+      arith.remui(lane, c(4)), c(2)
+    )
+    # After a transposition of 8 by 8 a thread has two rows of a column.
+    across, down = (quad, pair) if narrow else (pair, quad)
+    kind = ir.BF16Type.get() if narrow else ir.F32Type.get()
+    if narrow:
+      total = total.astype(kind)
+    registers = total.registers.reshape(width // EIGHT, 2)
+    at = arith.addi(
+      arith.muli(
+        arith.extui(i64, arith.addi(column, across)), c(stride, i64)
+      ),
+      arith.extui(i64, arith.addi(arith.addi(row, first), down)),
+    )
+    base = mgpu.utils.getelementptr(
+      mgpu.utils.memref_ptr(out_ref), [at], kind
+    )
+    for half in range(2):
+      values = []
+      for j in range(width // EIGHT):
+        value = registers[j, half]
+        if narrow:
+          word = mgpu.utils.bitcast(value, i32)
+          values.append([(0, _transpose(word))])
+        else:
+          values.append([
+            (i, llvm.extractelement(value, c(i))) for i in range(2)
+          ])
+      top = arith.addi(first, c(EIGHT * half))
+      inside = arith.cmpi(arith.CmpIPredicate.slt, top, height)
+      branch = scf.IfOp(inside)
+      with ir.InsertionPoint(branch.then_block):
+        for j, parts in enumerate(values):
+          for i, value in parts:
+            offset = (EIGHT * j + i) * stride + EIGHT * half
+            place = mgpu.utils.getelementptr(base, [offset], kind)
+            llvm.store(value, place, alignment=4)
+        scf.yield_([])
+
+  write(out_ref, total, row, column, height)
+
+
+def _transpose(word):
+  """8 by 8 numbers of 16 bits, two in a row for each thread of a warp."""
+  i32 = ir.IntegerType.get_signless(32)
+  return llvm.inline_asm(
+    i32, [word], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r",
+    has_side_effects=True,
+  )  # fmt: skip
