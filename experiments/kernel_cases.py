@@ -287,14 +287,15 @@ def fp8(shape: Shape, row_counts: Sequence[int]) -> Iterator[Operation]:
   ]
   for n in row_counts:
     x = _normal(jax.random.key(n), (n, columns), jnp.bfloat16)
-    yield Operation(
-      f"fp8_matmul {rows}x{columns}, {n} rows",
-      fp8_matmul.matmul,
-      [(x, w) for w in matrices],
-      "triton",
-      rows * columns,
-      rows * columns * n,  # two each, at twice the peak of bfloat16
-    )
+    for implementation in ("triton", "mosaic"):
+      yield Operation(
+        f"fp8_matmul {rows}x{columns}, {n} rows",
+        fp8_matmul.matmul,
+        [(x, w) for w in matrices],
+        implementation,
+        rows * columns,
+        rows * columns * n,  # two each, at twice the peak of bfloat16
+      )
 
 
 def of_requests(config: ModelConfig, requests: int) -> Iterator[Operation]:

@@ -7,7 +7,7 @@ time (TMA, a ring in shared memory), two others multiply. The products of a
 block of 128 columns are the FP8 units', which keep fewer bits than float32;
 they are added up in float32, one block after the other. So what a row yields
 depends neither on how many rows there are nor on how they are cut up, and
-`plan` may choose.
+`fp8_tiles.plan` may choose.
 
 Programs of a cluster have other rows of W and the same ones of x: each asks for
 a part of these, for all of them.
@@ -15,8 +15,7 @@ a part of these, for all of them.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,92 +30,18 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, fp8_rows
 from pallas_kernels.fp8_array import BLOCK, FP8Array
+from pallas_kernels.fp8_tiles import (
+  CONSUMERS,
+  EIGHT,
+  HIGH,
+  PROGRAMS,
+  Tile,
+  clusters_of,
+  plan,
+)
 
-PROGRAMS = 132
-"""Multiprocessors of an H100 or H200; some Hopper cards have fewer."""
-CONSUMERS = 2
-"""Warp groups that multiply; one more loads."""
 REGISTERS = {"multiply": 232, "load": 40}
 """Of a thread."""
-SHARED_MEMORY = 224 << 10
-"""Bytes of a program's ring."""
-HIGH = 64
-"""Rows of W of a warp group: those of a `wgmma`."""
-WIDE = 128
-"""Rows of x of a product at most: its sums are in registers twice."""
-MOST_COLUMNS = 256
-MOST_BLOCKS = 4
-"""Of 128 columns, that a slot of the ring has."""
-LEAST_STAGES = 4
-MOST_STAGES = 32
-SUMS = 176
-"""Registers of a thread for sums and products."""
-EIGHT = 8
-"""Rows of a tile in shared memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-  """How a product is cut up.
-
-  Attributes:
-    rows: of W for a program at a time, a multiple of 8 up to 128; from 72 on
-      each consumer has 64 of them, with fewer each has all and half of x.
-    columns: rows of x, a multiple of 16 up to 256.
-    cluster: programs that share them.
-    blocks: of 128 columns in a slot of the ring; chosen where 0.
-    stages: slots; chosen where 0.
-    ahead: products of a consumer in flight; chosen where 0.
-  """
-
-  rows: int
-  columns: int
-  cluster: int = 1
-  blocks: int = 0
-  stages: int = 0
-  ahead: int = 0
-
-  @property
-  def by_rows(self) -> bool:
-    """Whether consumers share rows of W, not of x."""
-    return self.rows > HIGH
-
-  @property
-  def padded(self) -> int:
-    """Rows that products have."""
-    return 2 * HIGH if self.by_rows else HIGH
-
-  @property
-  def own(self) -> int:
-    """Rows of x of a consumer."""
-    return self.columns if self.by_rows else self.columns // 2
-
-  @property
-  def pieces(self) -> int:
-    """Products that a consumer's rows of x are."""
-    return pl.cdiv(self.own, WIDE)
-
-  def slot(self, blocks: int) -> int:
-    """Bytes of a slot."""
-    codes = (self.padded + self.columns) * BLOCK
-    return (codes + 4 * self.columns) * blocks
-
-  def filled(self, blocks: int) -> "Tile":
-    """With everything chosen, for a matrix of so many blocks across."""
-    deep = self.blocks
-    if not deep:
-      deep = math.gcd(blocks, MOST_BLOCKS)
-      while deep > 1 and SHARED_MEMORY // self.slot(deep) < LEAST_STAGES:
-        deep //= 2
-    stages = self.stages or SHARED_MEMORY // self.slot(deep)
-    piece = self.own // self.pieces
-    ahead = self.ahead or max(1, (SUMS - self.own // 2) // (piece // 2))
-    return dataclasses.replace(
-      self,
-      blocks=deep,
-      stages=min(stages, MOST_STAGES),
-      ahead=min(ahead, deep * self.pieces),
-    )
 
 
 def takes(w: FP8Array) -> bool:
@@ -131,57 +56,6 @@ def takes(w: FP8Array) -> bool:
   )
 
 
-# Of a multiprocessor, a clock of it; what an H200 does at 1.76 GHz.
-_UNIT = 4096  # products of the FP8 units
-_FLOW = 30.0  # bytes from the L2 cache, where all multiprocessors ask
-_PORT = 48.0  # bytes from it where few do
-_MEMORY = 18.5  # bytes from memory, a 132nd of its rate
-_OVERHEAD = 90.0  # of a block
-
-
-def cost(tile: Tile, n: int, w_rows: int, programs: int = PROGRAMS) -> float:
-  """Clocks of a block of columns, of all that a program does one by one."""
-  clusters = programs // tile.cluster
-  down = pl.cdiv(w_rows, tile.rows)
-  across = pl.cdiv(n, tile.columns)
-  units = pl.cdiv(down, tile.cluster) * across
-  active = min(units, clusters) * tile.cluster
-  # A multiplication reads both tiles from shared memory.
-  per_consumer = 4 * max(tile.own / 2, 16 + tile.own / 4)
-  multiply = CONSUMERS * per_consumer
-  add = 2.4 * tile.own + 60
-  read = (tile.rows + tile.columns / tile.cluster) * BLOCK
-  share = active / PROGRAMS
-  together = min(across, clusters)
-  step = max(
-    multiply,
-    add,
-    read / _PORT,
-    read * share / _FLOW,
-    tile.rows * BLOCK * share / together / _MEMORY,
-  )
-  return pl.cdiv(units, clusters) * (step + _OVERHEAD)
-
-
-def tiles(n: int) -> Iterator[Tile]:
-  """Those to choose from for n rows of x."""
-  least = pl.cdiv(min(n, MOST_COLUMNS), 16) * 16
-  parts = pl.cdiv(n, MOST_COLUMNS)
-  columns = {least}
-  columns |= {pl.cdiv(pl.cdiv(n, parts + i), 16) * 16 for i in range(3)}
-  columns |= {x for x in (64, 128, 192, 256) if x <= least}
-  for column in sorted(columns):
-    for cluster in (1, 2, 4):
-      for row in range(EIGHT, 2 * HIGH + 1, EIGHT):
-        yield Tile(row, column, cluster)
-
-
-@functools.cache
-def plan(n: int, w_rows: int, programs: int = PROGRAMS) -> Tile:
-  """The tile for n rows of x and so many of W."""
-  return min(tiles(n), key=lambda tile: cost(tile, n, w_rows, programs))
-
-
 def matmul(
   x: Float[Array, "N I"],
   w: FP8Array,
@@ -193,7 +67,7 @@ def matmul(
   """x W^T for a matrix that the kernel `takes`, rounded once.
 
   Args:
-    tile: instead of that of `plan`.
+    tile: instead of that of `fp8_tiles.plan`.
     interpret: step by step in JAX, where clusters are of one program.
   """
   if not takes(w):
@@ -203,11 +77,23 @@ def matmul(
     )
   programs = min(PROGRAMS, dispatch.multiprocessors(PROGRAMS))
   rows, columns = w.codes.shape
-  tile = tile or plan(x.shape[0], rows, programs)
-  return _matmul(
-    x, w, tile.filled(columns // BLOCK), programs, jnp.dtype(out_dtype),
-    interpret,
-  )  # fmt: skip
+
+  @jax.custom_batching.custom_vmap
+  def one(x, w):
+    own = tile or plan(x.shape[0], rows, programs)
+    return _matmul(
+      x, w, own.filled(columns // BLOCK), programs, jnp.dtype(out_dtype),
+      interpret,
+    )  # fmt: skip
+
+  @one.def_vmap
+  def _(size, batched, x, w):
+    own, of_weight = batched
+    if not own or any(jax.tree.leaves(of_weight)):
+      raise ValueError("a batch of weights in FP8, expected one for all")
+    return one(x.reshape(-1, columns), w).reshape(size, -1, rows), True
+
+  return one(x, w)
 
 
 @dispatch.once("tile", "programs", "out_dtype", "interpret")
@@ -225,11 +111,15 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
   if whole:  # Rows of scales are read 64 at a time.
     more = down * tile.cluster * tile.rows + HIGH - rows
     scales = jnp.pad(scales[:, 0], (0, more))
-  if interpret:
+  if interpret:  # Which neither multiplies codes nor sets sums to zero.
     codes, weights = (x.astype(jnp.float32) for x in (codes, weights))
+    tile = dataclasses.replace(tile, ahead=tile.blocks * tile.pieces)
   swizzled = ()
   if not interpret:
-    swizzled = plgpu.TilingTransform((EIGHT, BLOCK)), plgpu.SwizzleTransform(128)
+    swizzled = (
+      plgpu.TilingTransform((EIGHT, BLOCK)),
+      plgpu.SwizzleTransform(128),
+    )
 
   def ring(rows):
     shape = tile.stages, rows, tile.blocks * BLOCK
@@ -262,7 +152,7 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
     # Who stores would have to tell rows of x that there are not.
     out_type=jax.ShapeDtypeStruct((padded, rows), out_dtype),
     scratch_types=scratch,
-    grid=(min(programs // tile.cluster, units),),
+    grid=(min(clusters_of(tile, programs), units),),
     grid_names=("program",),
     cluster=(tile.cluster,) if shared else (),
     cluster_names=("peer",) if shared else (),
@@ -453,7 +343,7 @@ def _sum_up(
         if same:
           factors[i] = _spread(of_x * own[b][0], 1, width)
         else:
-          factors[i] = _outer(_either(*own[b], row), of_x)
+          factors[i] = _outer(_either(own[b], row), of_x)
 
       for i in range(len(sums)):
         start(i)
@@ -491,13 +381,12 @@ def _outer(of_w, of_x):
 
 
 def _row_scales(ref):
-  return plgpu.load(
-    ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-  )
+  return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
-def _either(low, high, row):
-  """`high` from the next multiple of 128 rows on, `low` before it: [64]."""
+def _either(scales, row):
+  """The second from the next multiple of 128 rows on, before it the first."""
+  low, high = scales
   index = plgpu.broadcasted_iota(
     jnp.int32, (HIGH,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
   )
@@ -514,9 +403,7 @@ def _add(total, product, factor, interpret):
 
   @plgpu.inline_mgpu(
     arg_types=(layout,) * 3,
-    return_type=plgpu.ShapeDtypeStruct(
-      total.shape, jnp.float32, layout=layout
-    ),
+    return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout),
   )
   def fused(_, total, product, factor):
     return product._pointwise(mlir_math.fma, factor, total)
@@ -550,18 +437,17 @@ def _store(out_ref, total, row, column, height, interpret):
   )
   def write(_, out_ref, total, row, column, height):
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-    row, column, height = (
-      x.registers.item() for x in (row, column, height)
-    )
+    row, column, height = (x.registers.item() for x in (row, column, height))
 
-    def c(value, kind=i32):
+    def c(value, kind=i32) -> Any:
       return mgpu.c(value, kind)
 
     thread = arith.remui(mgpu.utils.thread_idx(), c(128))
     lane = arith.remui(thread, c(32))
     first = arith.muli(arith.divui(thread, c(32)), c(16))
-    quad, pair = arith.divui(lane, c(4)), arith.muli(
-      arith.remui(lane, c(4)), c(2)
+    quad, pair = (
+      arith.divui(lane, c(4)),
+      arith.muli(arith.remui(lane, c(4)), c(2)),
     )
     # After a transposition of 8 by 8 a thread has two rows of a column.
     across, down = (quad, pair) if narrow else (pair, quad)
@@ -570,14 +456,10 @@ def _store(out_ref, total, row, column, height, interpret):
       total = total.astype(kind)
     registers = total.registers.reshape(width // EIGHT, 2)
     at = arith.addi(
-      arith.muli(
-        arith.extui(i64, arith.addi(column, across)), c(stride, i64)
-      ),
+      arith.muli(arith.extui(i64, arith.addi(column, across)), c(stride, i64)),
       arith.extui(i64, arith.addi(arith.addi(row, first), down)),
     )
-    base = mgpu.utils.getelementptr(
-      mgpu.utils.memref_ptr(out_ref), [at], kind
-    )
+    base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(out_ref), [at], kind)
     for half in range(2):
       values = []
       for j in range(width // EIGHT):
@@ -586,9 +468,9 @@ def _store(out_ref, total, row, column, height, interpret):
           word = mgpu.utils.bitcast(value, i32)
           values.append([(0, _transpose(word))])
         else:
-          values.append([
-            (i, llvm.extractelement(value, c(i))) for i in range(2)
-          ])
+          values.append(
+            [(i, llvm.extractelement(value, c(i))) for i in range(2)]
+          )
       top = arith.addi(first, c(EIGHT * half))
       inside = arith.cmpi(arith.CmpIPredicate.slt, top, height)
       branch = scf.IfOp(inside)
@@ -603,7 +485,7 @@ def _store(out_ref, total, row, column, height, interpret):
   write(out_ref, total, row, column, height)
 
 
-def _transpose(word):
+def _transpose(word) -> Any:
   """8 by 8 numbers of 16 bits, two in a row for each thread of a warp."""
   i32 = ir.IntegerType.get_signless(32)
   return llvm.inline_asm(
