@@ -47,6 +47,13 @@ _REQUESTS = flags.DEFINE_integer(
 _FP8_ROWS = flags.DEFINE_list(
   "fp8_rows", [], "Times the model's products in FP8 too, with so many rows."
 )
+_FP8_TILES = flags.DEFINE_list(
+  "fp8_tiles",
+  [],
+  "Times such products with tiles of the Hopper kernel; each is a matrix, rows"
+  " of x and a tile's rows, columns, cluster and, if they are not to be chosen,"
+  " blocks, stages and products in flight: 34816x5120:64:88x64x2x2x4x2.",
+)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
@@ -96,9 +103,12 @@ def main() -> None:
     content["tree"] += kernel_cases.time_operations(
       kernel_cases.of_requests(config, _REQUESTS.value), device
     )
-  for shape in kernel_cases.fp8_shapes(config) if fp8_rows else ():
+  tiles = [kernel_cases.fp8_tile(text) for text in _FP8_TILES.value]
+  codes = set(kernel_cases.fp8_shapes(config)) if fp8_rows else set()
+  for shape in sorted(codes | {shape for shape, _, _ in tiles}):
+    own = [(n, tile) for matrix, n, tile in tiles if matrix == shape]
     content["tree"] += kernel_cases.time_operations(
-      kernel_cases.fp8(shape, fp8_rows), device
+      kernel_cases.fp8(shape, fp8_rows if shape in codes else [], own), device
     )
   keep("tree", content["tree"])
   found: list[dict[str, Any]] = []

@@ -142,7 +142,7 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
   )
   if not whole:
     scratch["s_ring"] = plgpu.SMEM(
-      (tile.stages, tile.blocks, tile.columns), jnp.float32
+      (tile.stages, tile.scales, tile.columns), jnp.float32
     )
   units = down * across
   kernel = plgpu.kernel(
@@ -240,6 +240,8 @@ def _load(
   """Keeps the ring full."""
   axes = ("peer",) if tile.cluster > 1 else None
   rows = pl.ds(0, tile.rows)
+  # TMA writes to multiples of 128 bytes.
+  parted = tile.columns % (32 * tile.cluster) == 0
 
   def load(item, _):
     i, k = item // steps, lax.rem(item, steps)
@@ -264,9 +266,14 @@ def _load(
     if s_ring is not None:
       blocks = pl.ds(k * tile.blocks, tile.blocks)
       plgpu.copy_gmem_to_smem(
-        s_ref.at[blocks, columns], s_ring.at[slot], full.at[slot],
-        collective_axes=axes,
-      )  # fmt: skip
+        s_ref.at[blocks, columns],
+        s_ring.at[slot, pl.ds(0, tile.blocks)],
+        full.at[slot],
+        # TMA writes to multiples of 128 bytes.
+        collective_axes=axes
+        if tile.columns % (32 * tile.cluster) == 0
+        else None,
+      )
 
   items = mine * steps
   lax.fori_loop(0, items, load, None)

@@ -77,8 +77,17 @@ class Tile:
 
   def slot(self, blocks: int) -> int:
     """Bytes of a slot."""
-    codes = (self.padded + self.columns) * BLOCK
-    return (codes + 4 * self.columns) * blocks
+    codes = (self.padded + self.columns) * BLOCK * blocks
+    return codes + 4 * self.columns * self.scales_of(blocks)
+
+  def scales_of(self, blocks: int) -> int:
+    """Rows of scales of x in a slot, so many that it has 128s of bytes."""
+    return blocks * (1 if self.columns * blocks % 32 == 0 else 2)
+
+  @property
+  def scales(self) -> int:
+    """Those of the slots that it has."""
+    return self.scales_of(self.blocks)
 
   def filled(self, blocks: int) -> "Tile":
     """With everything chosen, for a matrix of so many blocks across."""

@@ -123,6 +123,8 @@ class PlanTest(parameterized.TestCase):
       self.assertLessEqual(piece, fp8_tiles.WIDE)
       self.assertEqual(width // BLOCK % tile.blocks, 0)
       self.assertGreaterEqual(tile.stages, fp8_tiles.LEAST_STAGES)
+      # TMA writes to multiples of 128 bytes.
+      self.assertEqual(tile.scales * tile.columns * 4 % 128, 0)
       ring = tile.slot(tile.blocks) * tile.stages
       self.assertLessEqual(ring, fp8_tiles.SHARED_MEMORY)
       # Of a thread: sums, and products that are under way.
