@@ -269,10 +269,7 @@ def _load(
         s_ref.at[blocks, columns],
         s_ring.at[slot, pl.ds(0, tile.blocks)],
         full.at[slot],
-        # TMA writes to multiples of 128 bytes.
-        collective_axes=axes
-        if tile.columns % (32 * tile.cluster) == 0
-        else None,
+        collective_axes=axes if parted else None,
       )
 
   items = mine * steps
