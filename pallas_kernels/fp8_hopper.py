@@ -102,6 +102,8 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
   rows, columns = w.codes.shape
   across = pl.cdiv(n, tile.columns)
   padded = across * tile.columns
+  if tile.early:  # No kernel between that of the codes and this makes weights.
+    x, w = lax.optimization_barrier((x, w))
   codes, scale = fp8_rows.quantize(
     x, w.block[1], padded, "interpret" if interpret else "triton"
   )
@@ -113,7 +115,9 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
     scales = jnp.pad(scales[:, 0], (0, more))
   if interpret:  # Which neither multiplies codes nor sets sums to zero.
     codes, weights = (x.astype(jnp.float32) for x in (codes, weights))
-    tile = dataclasses.replace(tile, ahead=tile.blocks * tile.pieces)
+    tile = dataclasses.replace(
+      tile, ahead=tile.blocks * tile.pieces, early=False
+    )
   swizzled = ()
   if not interpret:
     swizzled = (
@@ -204,6 +208,8 @@ def _program(
   def _():
     if not interpret:
       plgpu.set_max_registers(REGISTERS["multiply"], action="increase")
+    if tile.early:
+      plgpu.griddepcontrol_wait()
 
     def unit(i, _):
       row, column = place(i)
@@ -239,41 +245,57 @@ def _load(
 ):  # fmt: skip
   """Keeps the ring full."""
   axes = ("peer",) if tile.cluster > 1 else None
-  rows = pl.ds(0, tile.rows)
+  depth = tile.blocks * BLOCK
   # TMA writes to multiples of 128 bytes.
   parted = tile.columns % (32 * tile.cluster) == 0
 
-  def load(item, _):
-    i, k = item // steps, lax.rem(item, steps)
+  def places(item):
+    """A slot, its barrier, the first row of W and of x, and the step."""
     slot = lax.rem(item, tile.stages)
-    row, column = place(i)
+    return slot, full.at[slot], *place(item // steps), lax.rem(item, steps)
 
-    @pl.when(item >= tile.stages)
-    def _():
-      plgpu.barrier_wait(empty.at[slot])
-
-    here = pl.ds(k * tile.blocks * BLOCK, tile.blocks * BLOCK)
+  def load_weights(item, _=None):
+    slot, barrier, row, _, k = places(item)
     # Rows behind the last are zeros.
     plgpu.copy_gmem_to_smem(
-      w_ref.at[pl.ds(row, tile.rows), here], w_ring.at[slot, rows],
-      full.at[slot],
-    )  # fmt: skip
+      w_ref.at[pl.ds(row, tile.rows), pl.ds(k * depth, depth)],
+      w_ring.at[slot, pl.ds(0, tile.rows)],
+      barrier,
+    )
+
+  def load_rows(item, _=None):
+    slot, barrier, _, column, k = places(item)
     columns = pl.ds(column, tile.columns)
     plgpu.copy_gmem_to_smem(
-      x_ref.at[columns, here], x_ring.at[slot], full.at[slot],
+      x_ref.at[columns, pl.ds(k * depth, depth)],
+      x_ring.at[slot],
+      barrier,
       collective_axes=axes,
-    )  # fmt: skip
+    )
     if s_ring is not None:
-      blocks = pl.ds(k * tile.blocks, tile.blocks)
       plgpu.copy_gmem_to_smem(
-        s_ref.at[blocks, columns],
+        s_ref.at[pl.ds(k * tile.blocks, tile.blocks), columns],
         s_ring.at[slot, pl.ds(0, tile.blocks)],
-        full.at[slot],
+        barrier,
         collective_axes=axes if parted else None,
       )
 
+  def load(item, _):
+    @pl.when(item >= tile.stages)
+    def _():
+      plgpu.barrier_wait(empty.at[lax.rem(item, tile.stages)])
+
+    load_weights(item)
+    load_rows(item)
+
   items = mine * steps
-  lax.fori_loop(0, items, load, None)
+  loaded = 0
+  if tile.early:
+    loaded = jnp.minimum(items, tile.stages)
+    lax.fori_loop(0, loaded, load_weights, None)
+    plgpu.griddepcontrol_wait()
+    lax.fori_loop(0, loaded, load_rows, None)
+  lax.fori_loop(loaded, items, load, None)
   # No barrier is left with a phase that nobody has waited for, nor a program
   # while others write to its memory.
   lax.fori_loop(
