@@ -149,6 +149,7 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
       (tile.stages, tile.scales, tile.columns), jnp.float32
     )
   units = down * across
+  turns = pl.cdiv(units, clusters_of(tile, programs))
   kernel = plgpu.kernel(
     functools.partial(
       _program, tile=tile, across=across, units=units, interpret=interpret
@@ -156,7 +157,7 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
     # Who stores would have to tell rows of x that there are not.
     out_type=jax.ShapeDtypeStruct((padded, rows), out_dtype),
     scratch_types=scratch,
-    grid=(min(clusters_of(tile, programs), units),),
+    grid=(pl.cdiv(units, turns),),
     grid_names=("program",),
     cluster=(tile.cluster,) if shared else (),
     cluster_names=("peer",) if shared else (),

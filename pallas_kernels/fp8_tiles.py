@@ -117,15 +117,24 @@ _MEMORY = 18.5  # from memory, a 132nd of its rate
 
 
 def clusters_of(tile: Tile, programs: int) -> int:
-  """Clusters that the card holds at once: its multiprocessors come in groups of
-  16 or 18, of which clusters of four leave two."""
+  """Clusters of a launch at most: as many as a card holds at once.
+
+  Its multiprocessors come in groups of 16 or 18, of which clusters of four
+  leave two.
+  """
   clusters = programs // tile.cluster
   return max(1, clusters - 1) if tile.cluster > 2 else clusters
 
 
+def certain(tile: Tile, programs: int) -> int:
+  """Clusters that any card holds at once: some have smaller groups too."""
+  clusters = clusters_of(tile, programs)
+  return max(1, clusters * 7 // 8) if tile.cluster > 2 else clusters
+
+
 def cost(tile: Tile, n: int, w_rows: int, programs: int = PROGRAMS) -> float:
   """Clocks of a block of columns, of all tiles that a program does, about."""
-  clusters = clusters_of(tile, programs)
+  clusters = certain(tile, programs)
   down = pl.cdiv(w_rows, tile.rows)
   across = pl.cdiv(n, tile.columns)
   units = pl.cdiv(down, tile.cluster) * across

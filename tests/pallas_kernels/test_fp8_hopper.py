@@ -135,12 +135,11 @@ class PlanTest(parameterized.TestCase):
     for high, _ in SHAPES:
       tile = fp8_tiles.plan(16, high)
       self.assertEqual(tile.columns, 16)
-      tiles = -(-high // tile.rows)
-      clusters = fp8_tiles.clusters_of(tile, 132)
-      turns = -(-tiles // (clusters * tile.cluster))
-      # In as many turns no smaller tile would do.
-      fewer = fp8_tiles.clusters_of(tile, 132) * tile.cluster * turns
-      self.assertTrue(fewer * (tile.rows - 8) < high or tile.rows % 64 == 0)
+      at_once = fp8_tiles.certain(tile, 132) * tile.cluster
+      turns = -(-high // (tile.rows * at_once))
+      # In as many turns no smaller tile would do, or it is a whole one.
+      smaller = (tile.rows - 8) * at_once * turns
+      self.assertTrue(smaller < high or tile.rows % 64 == 0)
 
   def test_many_rows_are_tiles_of_as_many(self):
     self.assertEqual(fp8_tiles.plan(512, 34816).columns, 256)
