@@ -112,7 +112,7 @@ class Tile:
 
 # Of a multiprocessor, in bytes a clock; what an H200 does at 1.76 GHz.
 _FLOW = 26.0  # from the L2 cache, where all multiprocessors ask
-_PORT = 48.0  # from it where few do
+_PORT = 40.0  # from it where few do
 _MEMORY = 18.5  # from memory, a 132nd of its rate
 
 

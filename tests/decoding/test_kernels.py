@@ -271,6 +271,7 @@ class ChoiceTest(parameterized.TestCase):
       dataclasses.replace(Kernels.all("triton"), w12_matmul="mosaic"),
     ),
     ("tree_attention=mosaic", Kernels(tree_attention="mosaic")),
+    ("fp8_matmul=mosaic", Kernels(fp8_matmul="mosaic")),
   )
   def test_parse(self, text, expected):
     self.assertEqual(kernels_lib.parse(text), expected)
