@@ -33,7 +33,11 @@ _PRODUCTS = flags.DEFINE_list(
 _ATTENTION = flags.DEFINE_list(
   "attention", ["triton"], "Those of tree_attention."
 )
-_NODES = flags.DEFINE_list("nodes", ["1", "16", "32", "64"], "Of a tree.")
+_NODES = flags.DEFINE_list(
+  "nodes",
+  ["1", "16", "32", "64"],
+  "Of a tree; where empty, neither trees' kernels nor prompts' are timed.",
+)
 _PREFIXES = flags.DEFINE_list(
   "prefixes", ["1024", "4096", "16384"], "Rows of keys before the tree."
 )
@@ -87,18 +91,15 @@ def main() -> None:
     if _OUTPUT.value is not None:
       results.write_whole(Path(_OUTPUT.value), results.as_text(content))
 
-  keep(
-    "tree",
-    kernel_cases.time_operations(
-      kernel_cases.recurrent(config, [n for n in nodes if n > 1]), device
-    ),
-  )
-  content["tree"] += kernel_cases.time_operations(
-    kernel_cases.attention(config, nodes, prefixes, _ATTENTION.value), device
-  )
-  content["tree"] += kernel_cases.time_operations(
-    kernel_cases.prompt_attention(config), device
-  )
+  keep("tree", [])
+  for operations in (
+    kernel_cases.recurrent(config, [n for n in nodes if n > 1]),
+    kernel_cases.attention(config, nodes, prefixes, _ATTENTION.value),
+    kernel_cases.prompt_attention(config),
+  ):
+    if nodes:
+      content["tree"] += kernel_cases.time_operations(operations, device)
+  keep("tree", content["tree"])
   if _REQUESTS.value:
     content["tree"] += kernel_cases.time_operations(
       kernel_cases.of_requests(config, _REQUESTS.value), device
