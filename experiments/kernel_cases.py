@@ -277,7 +277,9 @@ def fp8_tile(text: str) -> tuple[Shape, int, fp8_tiles.Tile]:
   """`34816x5120:64:88x64x2`: a matrix, rows of x, numbers of a tile."""
   shape, n, tile = text.split(":")
   rows, columns = map(int, shape.split("x"))
-  return (rows, columns), int(n), fp8_tiles.Tile(*map(int, tile.split("x")))
+  *numbers, early = map(int, [*tile.split("x"), "0"][:7])
+  chosen = fp8_tiles.Tile(*numbers, early=bool(early))
+  return (rows, columns), int(n), chosen
 
 
 def fp8(

@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 from jaxlib.mlir.dialects import math as mlir_math
 from jaxtyping import Array, Float
 
@@ -102,22 +103,22 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
   rows, columns = w.codes.shape
   across = pl.cdiv(n, tile.columns)
   padded = across * tile.columns
+  if interpret:  # Neither are sums set to zero, nor kernels side by side.
+    tile = dataclasses.replace(
+      tile, ahead=tile.blocks * tile.pieces, early=False
+    )
   if tile.early:  # No kernel between that of the codes and this makes weights.
     x, w = lax.optimization_barrier((x, w))
   codes, scale = fp8_rows.quantize(
-    x, w.block[1], padded, "interpret" if interpret else "triton"
+    x, w.block[1], padded, "interpret" if interpret else "triton", tile.early
   )
   weights, scales = w.codes, w.scale
   whole = w.block[1] == columns
   down = pl.cdiv(pl.cdiv(rows, tile.rows), tile.cluster)
-  if whole:  # Rows of scales are read 64 at a time.
-    more = down * tile.cluster * tile.rows + HIGH - rows
-    scales = jnp.pad(scales[:, 0], (0, more))
-  if interpret:  # Which neither multiplies codes nor sets sums to zero.
+  if whole:
+    scales = scales[:, 0]
+  if interpret:  # Codes are not multiplied.
     codes, weights = (x.astype(jnp.float32) for x in (codes, weights))
-    tile = dataclasses.replace(
-      tile, ahead=tile.blocks * tile.pieces, early=False
-    )
   swizzled = ()
   if not interpret:
     swizzled = (
@@ -179,7 +180,7 @@ def _program(
     x_ref: codes [n, I].
     s_ref: their scales [C, n].
     w_ref: codes [Q, I].
-    scale_ref: their scales [R, C], or [Q + more].
+    scale_ref: their scales [R, C], or [Q].
     out_ref: [n, Q].
     across: tiles that all rows of x are.
     units: what clusters share out, a row tile for each program at a time.
@@ -228,7 +229,7 @@ def _program(
         first = column + p * width
         if s_ring is None:
           total *= _outer(
-            _row_scales(scale_ref.at[pl.ds(row, HIGH)]),
+            _row_scales(scale_ref, row, interpret),
             plgpu.load(
               s_ref.at[0, pl.ds(first, width)],
               layout=plgpu.Layout.WGMMA.reduce(0),
@@ -407,8 +408,36 @@ def _outer(of_w, of_x):
   return _spread(of_x, 1, width) * _spread(of_w, 0, width)
 
 
-def _row_scales(ref):
-  return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+def _row_scales(scale_ref, row, interpret):
+  """Of 64 rows from one on; behind the last, its scale."""
+  last = scale_ref.shape[0] - 1
+  if interpret:
+    return scale_ref[...][jnp.minimum(row + jnp.arange(HIGH), last)]
+  layout = plgpu.Layout.WGMMA.reduce(1)
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+    return_type=plgpu.ShapeDtypeStruct((HIGH,), jnp.float32, layout=layout),
+  )
+  def read(_, scale_ref, row):
+    index = ir.IndexType.get()
+    one = ir.VectorType.get((1,), ir.F32Type.get())
+    first, quad, _ = _thread()
+    at = arith.addi(row.registers.item(), arith.addi(first, quad))
+    values = []
+    for half in range(2):
+      here = arith.addi(at, _constant(EIGHT * half))
+      here = arith.minui(here, _constant(last))
+      value = memref.load(scale_ref, [arith.index_cast(index, here)])
+      values.append(vector.from_elements(one, [value]))
+    kept = layout.to_mgpu()
+    return mgpu.FragmentedArray(
+      _registers=np.array(values).reshape(kept.registers_shape((HIGH,))),
+      _layout=kept,
+      _is_signed=None,
+    )
+
+  return read(scale_ref, row)
 
 
 def _either(scales, row):
@@ -465,17 +494,8 @@ def _store(out_ref, total, row, column, height, interpret):
   def write(_, out_ref, total, row, column, height):
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
     row, column, height = (x.registers.item() for x in (row, column, height))
-
-    def c(value, kind=i32) -> Any:
-      return mgpu.c(value, kind)
-
-    thread = arith.remui(mgpu.utils.thread_idx(), c(128))
-    lane = arith.remui(thread, c(32))
-    first = arith.muli(arith.divui(thread, c(32)), c(16))
-    quad, pair = (
-      arith.divui(lane, c(4)),
-      arith.muli(arith.remui(lane, c(4)), c(2)),
-    )
+    c = _constant
+    first, quad, pair = _thread()
     # After a transposition of 8 by 8 a thread has two rows of a column.
     across, down = (quad, pair) if narrow else (pair, quad)
     kind = ir.BF16Type.get() if narrow else ir.F32Type.get()
@@ -510,6 +530,21 @@ def _store(out_ref, total, row, column, height, interpret):
         scf.yield_([])
 
   write(out_ref, total, row, column, height)
+
+
+def _constant(value, kind=None) -> Any:
+  return mgpu.c(value, kind or ir.IntegerType.get_signless(32))
+
+
+def _thread() -> tuple[Any, Any, Any]:
+  """The first row of its warp; its row there, and its first column, of 8 by 8
+  sums of a product."""
+  c = _constant
+  thread = arith.remui(mgpu.utils.thread_idx(), c(128))
+  lane = arith.remui(thread, c(32))
+  first = arith.muli(arith.divui(thread, c(32)), c(16))
+  pair = arith.muli(arith.remui(lane, c(4)), c(2))
+  return first, arith.divui(lane, c(4)), pair
 
 
 def _transpose(word) -> Any:
