@@ -385,11 +385,24 @@ def _sum_up(
 
     accumulators = [plgpu.ACC((HIGH, width), jnp.float32)] * tile.ahead
     totals = pl.run_scoped(scope, *accumulators)
+    if tile.cluster > 1:
+      _meet()
     plgpu.barrier_arrive(empty.at[slot])
     return *totals, ahead
 
   carry = (*[_zeros(width)] * tile.pieces, scales(0))
   return lax.fori_loop(0, steps, step, carry)[: tile.pieces]
+
+
+def _meet():
+  """Waits for all warps of a group: one of them tells other programs that what
+  was in a slot has been read, scales too."""
+
+  @plgpu.inline_mgpu()
+  def wait(_):
+    mgpu.utils.warpgroup_barrier()
+
+  wait()
 
 
 def _zeros(width):
