@@ -36,12 +36,13 @@ from pallas_kernels.fp8_tiles import (
   EIGHT,
   HIGH,
   PROGRAMS,
+  ROOMY,
   Tile,
   clusters_of,
   plan,
 )
 
-REGISTERS = {"multiply": 232, "load": 40}
+REGISTERS = {"multiply": 240, "load": 24}
 """Of a thread."""
 
 
@@ -323,6 +324,8 @@ def _sum_up(
   high = pl.ds(group * HIGH if tile.by_rows else 0, HIGH)
   # Whether all rows of a tile have the same scale.
   same = BLOCK % tile.rows == 0
+  # Whether scales of x have to wait for room in registers.
+  tight = tile.own > ROOMY
 
   def scales(k):
     """Of W, of the blocks of a step: of the rows up to the next multiple of
@@ -352,6 +355,16 @@ def _sum_up(
       found = list(totals)
       factors = {}
 
+      def factor(b, p):
+        if s_ring is None:
+          return None
+        of_x = plgpu.load(
+          s_ring.at[slot, b, columns(p)], layout=plgpu.Layout.WGMMA.reduce(0)
+        )
+        if same:
+          return _spread(of_x * own[b][0], 1, width)
+        return _outer(_either(own[b], row), of_x)
+
       def start(i):
         b, p = products[i]
         here = pl.ds(b * BLOCK, BLOCK)
@@ -363,22 +376,16 @@ def _sum_up(
           w_ring.at[slot, high, here],
           x_ring.at[slot, columns(p), here].transpose((1, 0)),
         )
-        if s_ring is None:
-          return
-        of_x = plgpu.load(
-          s_ring.at[slot, b, columns(p)], layout=plgpu.Layout.WGMMA.reduce(0)
-        )
-        if same:
-          factors[i] = _spread(of_x * own[b][0], 1, width)
-        else:
-          factors[i] = _outer(_either(own[b], row), of_x)
+        if not tight:
+          factors[i] = factor(b, p)
 
       for i in range(len(sums)):
         start(i)
-      for i, (_, p) in enumerate(products):
+      for i, (b, p) in enumerate(products):
         left = min(len(sums), len(products) - i) - 1
         product = plgpu.wgmma_accumulator_load(sums[i % len(sums)], wait_n=left)
-        found[p] = _add(found[p], product, factors.pop(i, None), interpret)
+        own_factor = factor(b, p) if tight else factors.pop(i)
+        found[p] = _add(found[p], product, own_factor, interpret)
         if i + len(sums) < len(products):
           start(i + len(sums))
       return found

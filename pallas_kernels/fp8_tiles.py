@@ -24,6 +24,9 @@ HIGH = 64
 WIDE = 128
 """Rows of x of a product at most: its sums are in registers twice."""
 MOST_COLUMNS = 256
+ROOMY = 192
+"""Of them for a consumer, so many that registers are left for what is not a sum
+of a product. With more, and several tiles one by one, `ptxas` spills some."""
 MOST_BLOCKS = 4
 """Of 128 columns, that a slot of the ring has."""
 LEAST_STAGES = 4
@@ -152,7 +155,9 @@ def cost(tile: Tile, n: int, w_rows: int, programs: int = PROGRAMS) -> float:
   )
   # What is nearly as slow as the slowest is in its way now and then.
   step = sum(limit**6 for limit in limits) ** (1 / 6)
-  return pl.cdiv(units, clusters) * step * (1 + 0.01 * tile.cluster)
+  turns = pl.cdiv(units, clusters)
+  spills = 1.2 if tile.own > ROOMY and turns > 1 else 1
+  return turns * step * (1 + 0.01 * tile.cluster) * spills
 
 
 def tiles(n: int) -> Iterator[Tile]:
