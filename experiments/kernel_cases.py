@@ -24,7 +24,9 @@ from experiments.console import say, table
 from experiments.tile_timing import Case, Shape
 from pallas_kernels import (
   fp8_array,
+  fp8_hopper,
   fp8_matmul,
+  fp8_tiles,
   gdn_commit,
   gdn_decode,
   gdn_prefill,
@@ -271,8 +273,26 @@ def fp8_shapes(config: ModelConfig) -> list[Shape]:
   return sorted(shapes)
 
 
-def fp8(shape: Shape, row_counts: Sequence[int]) -> Iterator[Operation]:
-  """Products with a matrix in FP8 of blocks; floors are at FP8's peak."""
+def fp8_tile(text: str) -> tuple[Shape, int, fp8_tiles.Tile]:
+  """`34816x5120:64:88x64x2`: a matrix, rows of x, numbers of a tile."""
+  shape, n, tile = text.split(":")
+  rows, columns = map(int, shape.split("x"))
+  *numbers, early = map(int, [*tile.split("x"), "0"][:7])
+  chosen = fp8_tiles.Tile(*numbers, early=bool(early))
+  return (rows, columns), int(n), chosen
+
+
+def fp8(
+  shape: Shape,
+  row_counts: Sequence[int],
+  tiles: Sequence[tuple[int, fp8_tiles.Tile]] = (),
+) -> Iterator[Operation]:
+  """Products with a matrix in FP8 of blocks; floors are at FP8's peak.
+
+  Args:
+    tiles: of the Hopper kernel, to be timed beside those that it plans; with
+      so many rows of x.
+  """
   rows, columns = shape
   block = (fp8_array.BLOCK, fp8_array.BLOCK)
   scales = fp8_array.scale_shape(rows, columns, block)
@@ -285,16 +305,36 @@ def fp8(shape: Shape, row_counts: Sequence[int]) -> Iterator[Operation]:
     )
     for key in jax.random.split(jax.random.key(0), tile_timing.BUFFERS)
   ]
-  for n in row_counts:
-    x = _normal(jax.random.key(n), (n, columns), jnp.bfloat16)
+
+  def tiled(x, w, implementation, tile):
+    if implementation == "mosaic":
+      return fp8_hopper.matmul(x, w, x.dtype, tile=tile)
+    return fp8_matmul.matmul(x, w, implementation=implementation)
+
+  def activations(n):
+    return _normal(jax.random.key(n), (n, columns), jnp.bfloat16)
+
+  for n, tile in tiles:
+    x = activations(n)
     yield Operation(
-      f"fp8_matmul {rows}x{columns}, {n} rows",
-      fp8_matmul.matmul,
+      f"fp8_matmul {rows}x{columns}, {n} rows, {tile}",
+      functools.partial(tiled, tile=tile),
       [(x, w) for w in matrices],
-      "triton",
+      "mosaic",
       rows * columns,
-      rows * columns * n,  # two each, at twice the peak of bfloat16
+      rows * columns * n,
     )
+  for n in row_counts:
+    x = activations(n)
+    for implementation in ("triton", "mosaic"):
+      yield Operation(
+        f"fp8_matmul {rows}x{columns}, {n} rows",
+        fp8_matmul.matmul,
+        [(x, w) for w in matrices],
+        implementation,
+        rows * columns,
+        rows * columns * n,  # two each, at twice the peak of bfloat16
+      )
 
 
 def of_requests(

@@ -33,7 +33,11 @@ _PRODUCTS = flags.DEFINE_list(
 _ATTENTION = flags.DEFINE_list(
   "attention", ["triton"], "Those of tree_attention."
 )
-_NODES = flags.DEFINE_list("nodes", ["1", "16", "32", "64"], "Of a tree.")
+_NODES = flags.DEFINE_list(
+  "nodes",
+  ["1", "16", "32", "64"],
+  "Of a tree; where empty, neither trees' kernels nor prompts' are timed.",
+)
 _PREFIXES = flags.DEFINE_list(
   "prefixes", ["1024", "4096", "16384"], "Rows of keys before the tree."
 )
@@ -46,6 +50,13 @@ _REQUESTS = flags.DEFINE_integer(
 )  # fmt: skip
 _FP8_ROWS = flags.DEFINE_list(
   "fp8_rows", [], "Times the model's products in FP8 too, with so many rows."
+)
+_FP8_TILES = flags.DEFINE_list(
+  "fp8_tiles",
+  [],
+  "Times such products with tiles of the Hopper kernel; each is a matrix, rows"
+  " of x and a tile's rows, columns, cluster and, if they are not to be chosen,"
+  " blocks, stages and products in flight: 34816x5120:64:88x64x2x2x4x2.",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
@@ -80,18 +91,15 @@ def main() -> None:
     if _OUTPUT.value is not None:
       results.write_whole(Path(_OUTPUT.value), results.as_text(content))
 
-  keep(
-    "tree",
-    kernel_cases.time_operations(
-      kernel_cases.recurrent(config, [n for n in nodes if n > 1]), device
-    ),
-  )
-  content["tree"] += kernel_cases.time_operations(
-    kernel_cases.attention(config, nodes, prefixes, _ATTENTION.value), device
-  )
-  content["tree"] += kernel_cases.time_operations(
-    kernel_cases.prompt_attention(config), device
-  )
+  keep("tree", [])
+  for operations in (
+    kernel_cases.recurrent(config, [n for n in nodes if n > 1]),
+    kernel_cases.attention(config, nodes, prefixes, _ATTENTION.value),
+    kernel_cases.prompt_attention(config),
+  ):
+    if nodes:
+      content["tree"] += kernel_cases.time_operations(operations, device)
+  keep("tree", content["tree"])
   if _REQUESTS.value:
     content["tree"] += kernel_cases.time_operations(
       kernel_cases.of_requests(
@@ -99,9 +107,12 @@ def main() -> None:
       ),
       device,
     )
-  for shape in kernel_cases.fp8_shapes(config) if fp8_rows else ():
+  tiles = [kernel_cases.fp8_tile(text) for text in _FP8_TILES.value]
+  codes = set(kernel_cases.fp8_shapes(config)) if fp8_rows else set()
+  for shape in sorted(codes | {shape for shape, _, _ in tiles}):
+    own = [(n, tile) for matrix, n, tile in tiles if matrix == shape]
     content["tree"] += kernel_cases.time_operations(
-      kernel_cases.fp8(shape, fp8_rows), device
+      kernel_cases.fp8(shape, fp8_rows if shape in codes else [], own), device
     )
   keep("tree", content["tree"])
   found: list[dict[str, Any]] = []

@@ -21,9 +21,11 @@ W12Implementation = Literal["reference", "triton", "interpret", "mosaic"]
 """`mosaic`: the Pallas kernel for Hopper GPUs, which Mosaic GPU compiles."""
 
 AttentionImplementation = W12Implementation
+FP8Implementation = W12Implementation
 """The same choices."""
 
 ALTERNATIVES = {
+  "fp8_matmul": ("mosaic",),
   "gdn_verify": ("per_path",),
   "tree_attention": ("mosaic",),
   "w12_matmul": ("mosaic",),
@@ -67,7 +69,7 @@ class Kernels:
   tree_attention: AttentionImplementation = "reference"
   prompt_attention: Implementation = "reference"
   w12_matmul: W12Implementation = "reference"
-  fp8_matmul: Implementation = "reference"
+  fp8_matmul: FP8Implementation = "reference"
   add_norm: Implementation = "reference"
   tree_growth: Implementation = "reference"
 

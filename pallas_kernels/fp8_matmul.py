@@ -15,6 +15,8 @@ there would be too few programs the blocks are shared out; what each share sums
 up is added in order, by XLA, which fuses that with what follows. With many rows
 of x there are programs enough, and one has all shares, in the same order: as
 parts in memory they would be more bytes than the matrix.
+
+Hopper cards have a kernel of their own, `fp8_hopper`.
 """
 
 import dataclasses
@@ -28,7 +30,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, fp8_array, fp8_dot, fp8_rows
+from pallas_kernels import (
+  dispatch,
+  fp8_array,
+  fp8_dot,
+  fp8_hopper,
+  fp8_rows,
+)
 from pallas_kernels.fp8_array import BLOCK, FP8Array
 
 MOST_ROWS = 128
@@ -139,7 +147,7 @@ def matmul(
   w: FP8Array,
   *,
   out_dtype=None,
-  implementation: dispatch.Implementation = "reference",
+  implementation: dispatch.FP8Implementation = "reference",
   tile: Tile | None = None,
   shares: int | None = None,
   together: bool | None = None,
@@ -150,14 +158,19 @@ def matmul(
     x: float32 is the least that its scales and sums have.
     w: its `rest` does not take part.
     out_dtype: of x unless given.
-    implementation: the kernel takes any number of rows.
-    tile: of the kernel, instead of that which suits the card.
+    implementation: kernels take any number of rows; `mosaic` is `fp8_hopper`,
+      and this kernel for matrices that it does not take.
+    tile: of this kernel, instead of that which suits the card.
     shares: of the blocks, likewise.
     together: whether one program has all of them, likewise.
   """
   out_dtype = x.dtype if out_dtype is None else out_dtype
   if implementation == "reference":
     return _reference(x, w).astype(out_dtype)
+  if implementation == "mosaic":
+    if fp8_hopper.takes(w):
+      return fp8_hopper.matmul(x, w, out_dtype)
+    implementation = "triton"
   mine = card()
   own, enough = cut(mine, x.shape[0], w)
   return _kernel(

@@ -17,7 +17,11 @@ from pallas_kernels import (
   w12_decode,
   w12_matmul,
 )
-from pallas_kernels.dispatch import Implementation, W12Implementation
+from pallas_kernels.dispatch import (
+  FP8Implementation,
+  Implementation,
+  W12Implementation,
+)
 from pallas_kernels.fp8_array import FP8Array
 from pallas_kernels.w12_array import W12Array
 from specpilot_jax import configs
@@ -63,7 +67,7 @@ def matmul(
   out_dtype=None,
   w12: W12Implementation = "reference",
   view: str | None = None,
-  fp8: Implementation = "reference",
+  fp8: FP8Implementation = "reference",
   definition: bool = False,
 ) -> Float[Array, "N O"]:
   """x W^T with accumulation in at least float32: every weight is read here.
@@ -218,7 +222,7 @@ class Linear(nnx.Module):
     dtype,
     rngs,
     w12: W12Implementation = "reference",
-    fp8: Implementation = "reference",
+    fp8: FP8Implementation = "reference",
   ):
     self.w12, self.fp8 = w12, fp8
     self.view: str | None = None  # see `read_view`
@@ -359,7 +363,7 @@ class MLP(nnx.Module):
     dtype,
     rngs,
     w12: W12Implementation = "reference",
-    fp8: Implementation = "reference",
+    fp8: FP8Implementation = "reference",
   ):
     self.gate_up = Linear(features, 2 * hidden, dtype, rngs, w12, fp8)
     self.down = Linear(hidden, features, dtype, rngs, w12, fp8)

@@ -271,6 +271,7 @@ class ChoiceTest(parameterized.TestCase):
       dataclasses.replace(Kernels.all("triton"), w12_matmul="mosaic"),
     ),
     ("tree_attention=mosaic", Kernels(tree_attention="mosaic")),
+    ("fp8_matmul=mosaic", Kernels(fp8_matmul="mosaic")),
   )
   def test_parse(self, text, expected):
     self.assertEqual(kernels_lib.parse(text), expected)
@@ -297,6 +298,18 @@ class ChoiceTest(parameterized.TestCase):
       SpecPilotError, "has head_dim 32, mosaic takes"
     ):
       kernels_lib.check_drafter(kernels, "a drafter", 32)
+
+  def test_mosaic_needs_a_hopper_gpu(self):
+    gpu = mock.patch.object(jax, "default_backend", return_value="gpu")
+    for name in ("fp8_matmul", "w12_matmul"):
+      kernels = kernels_lib.parse(f"{name}=mosaic")
+      with (
+        gpu,
+        self.assertRaisesRegex(
+          SpecPilotError, f"kernel {name}: mosaic needs a Hopper GPU.*triton"
+        ),
+      ):
+        kernels_lib.check(kernels, CONFIG, "bfloat16")
 
   def test_triton_needs_a_gpu(self):
     for name in Kernels.operations():

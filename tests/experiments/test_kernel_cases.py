@@ -121,8 +121,11 @@ def test_operations_of_several_requests_of_prompts_and_in_fp8(us, monkeypatch):
     np.testing.assert_allclose(both[1], one, rtol=1e-6, atol=1e-6)
     prompts = list(kernel_cases.prompt_attention(config))
     assert [o.implementation for o in prompts] == ["triton", "reference"]
-    codes = list(kernel_cases.fp8((64, 256), [3]))
-    assert [o.name for o in codes] == ["fp8_matmul 64x256, 3 rows"]
+    shape, n, tile = kernel_cases.fp8_tile("64x256:3:40x16x1x2")
+    codes = list(kernel_cases.fp8(shape, [n], [(n, tile)]))
+    assert [o.implementation for o in codes] == ["mosaic", "triton", "mosaic"]
+    assert codes[1].name == "fp8_matmul 64x256, 3 rows"
+    assert codes[0].name.startswith(codes[1].name + ", Tile(rows=40, columns=1")
     here = [
       dataclasses.replace(o, implementation="reference")
       for o in (prompts[0], *codes)
