@@ -122,22 +122,17 @@ _MEMORY = 18.5  # from memory, a 132nd of its rate
 def clusters_of(tile: Tile, programs: int) -> int:
   """Clusters of a launch at most: as many as a card holds at once.
 
-  Its multiprocessors come in groups of 16 or 18, of which clusters of four
-  leave two.
+  Its multiprocessors come in groups of at most 18, some of fewer, of which
+  clusters of four leave a few: an H200 that was asked for 31 ran the last ones
+  behind all others, in twice the time.
   """
   clusters = programs // tile.cluster
-  return max(1, clusters - 1) if tile.cluster > 2 else clusters
-
-
-def certain(tile: Tile, programs: int) -> int:
-  """Clusters that any card holds at once: some have smaller groups too."""
-  clusters = clusters_of(tile, programs)
-  return max(1, clusters * 7 // 8) if tile.cluster > 2 else clusters
+  return max(1, (clusters - 1) * 7 // 8) if tile.cluster > 2 else clusters
 
 
 def cost(tile: Tile, n: int, w_rows: int, programs: int = PROGRAMS) -> float:
   """Clocks of a block of columns, of all tiles that a program does, about."""
-  clusters = certain(tile, programs)
+  clusters = clusters_of(tile, programs)
   down = pl.cdiv(w_rows, tile.rows)
   across = pl.cdiv(n, tile.columns)
   units = pl.cdiv(down, tile.cluster) * across

@@ -11,6 +11,7 @@ classes add up to the union of all intervals.
 import dataclasses
 import json
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ TARGET_GEMM, RECURRENT, ATTENTION = "target_gemm", "recurrent", "attention"
 DRAFTER, PREFILL, OTHER = "drafter", "prefill", "other"
 CLASSES = (TARGET_GEMM, RECURRENT, ATTENTION, DRAFTER, PREFILL, OTHER)
 
+WEIGHTS = "weights"
 # Scopes of the engine, and the class of what is innermost in one.
 _SCOPES = {
-  "weights": TARGET_GEMM,
+  WEIGHTS: TARGET_GEMM,
   "mlp": TARGET_GEMM,
   "recurrent": RECURRENT,
   "attention": ATTENTION,
@@ -126,22 +128,68 @@ _OPERANDS = re.compile(r"[a-z\-]\((%[^)]*)\)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 # What a step's arguments belong to; copies of them are named after them.
 _ARGUMENTS = (
-  (re.compile(r"params\[0\]"), "weights"),
+  (re.compile(r"params\[0\]"), WEIGHTS),
   (re.compile(r"params\[1\]|carry\.drafter"), _DRAFTER_SCOPE),
   (re.compile(r"carry\.target\.layers\[\d+\]\.(conv|rec)"), "recurrent"),
   (re.compile(r"carry\.target\.layers\[\d+\]"), "attention"),
 )
 
 
-def _scoped(path: str) -> str:
+def _scoped(path: str, owners: Mapping[str, str]) -> str:
   """A path, or the scope of the argument that it names."""
+  if path in owners:
+    return owners[path]
   for argument, scope in _ARGUMENTS:
     if argument.match(path):
       return scope
   return path
 
 
-def op_names(hlo_text: str) -> dict[str, str]:
+_CALL = re.compile(r"/([^/]+)/(?:pallas_call|mpmd_map)$")
+
+
+def named(
+  kernels: Sequence[Kernel],
+  hlo_text: str,
+  steps: int,
+  owners: Mapping[str, str] = types.MappingProxyType({}),
+) -> tuple[list[Kernel], dict[str, str]]:
+  """Kernels of some steps of an executable, and the scopes of what launched
+  them.
+
+  In a CUDA graph a kernel of our own keeps its name alone, which others have
+  too. Where a step launches as many of a name as it has instructions that call
+  it, they are those, in order.
+
+  Args:
+    hlo_text: of the executable.
+    steps: how many there were.
+    owners: as `op_names`.
+
+  Returns:
+    The kernels, by start, and what `classify` takes.
+  """
+  names = op_names(hlo_text, owners)
+  calls: dict[str, list[str]] = {}
+  for name, path in names.items():
+    if found := _CALL.search(path):
+      calls.setdefault(found[1], []).append(name)
+  kernels = sorted(kernels, key=lambda k: k.start_ns)
+  for own, instructions in calls.items():
+    spelled = re.compile(re.escape(own) + r"(_mosaic_gpu_kernel)?(_\d*)?")
+    of_it = [i for i, k in enumerate(kernels) if spelled.fullmatch(k.name)]
+    if len(of_it) != steps * len(instructions):
+      continue
+    for at, i in enumerate(of_it):
+      if kernels[i].op not in names:
+        op = instructions[at % len(instructions)]
+        kernels[i] = dataclasses.replace(kernels[i], op=op)
+  return kernels, names
+
+
+def op_names(
+  hlo_text: str, owners: Mapping[str, str] = types.MappingProxyType({})
+) -> dict[str, str]:
   """Scope paths of a compiled executable's instructions, by their names.
 
   A fusion that multiplies matrices is named after its product: its own
@@ -149,6 +197,10 @@ def op_names(hlo_text: str) -> dict[str, str]:
   the compiler left without a name (products of one row and their sums) has
   that of what is fused in it or, if that has none either, of what it reads: a
   product that of its weights.
+
+  Args:
+    hlo_text: of the executable.
+    owners: scopes of arguments whose names tell nothing, by these names.
   """
   own: dict[str, str] = {}
   parameters: dict[str, str] = {}
@@ -166,7 +218,7 @@ def op_names(hlo_text: str) -> dict[str, str]:
       continue
     name = instruction[1]
     op = _OP_NAME.search(line)
-    path = _scoped(op[1]) if op else ""
+    path = _scoped(op[1], owners) if op else ""
     if _PARAMETER.search(line):
       parameters[name] = path
       continue
@@ -185,7 +237,7 @@ def op_names(hlo_text: str) -> dict[str, str]:
     """The scope of the parameter that a product reads through copies."""
     for operand in operands.get(name, ()):
       found = parameters.get(operand, "")
-      if found not in ("weights", _DRAFTER_SCOPE):
+      if found not in (WEIGHTS, _DRAFTER_SCOPE):
         trivial = depth and operand in own and not own[operand]
         found = of_weights(operand, depth - 1) if trivial else ""
       if found:

@@ -28,6 +28,7 @@ from specpilot_jax.configs import SystemConfig
 from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.sampling import Features, SamplingParams
+from specpilot_jax.decoding.step import Params
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.drafters.config import DrafterConfig
 from specpilot_jax.models.target import Target
@@ -268,7 +269,7 @@ def _traced(
     jax.block_until_ready(carry)
 
   activities = trace(run)
-  names = kernels.op_names(step.as_text() or "")
+  activities, names = kernels.named(activities, step.as_text() or "", steps)
   return {
     "context": (first + int(carry.target.length)) / 2,
     "steps": steps,
@@ -304,13 +305,27 @@ def _decoded(
     last = int(carry.target.length)
   finally:
     running.close()
-  names = kernels.op_names(engine.lowered(own).compile().as_text() or "")
+  text = engine.lowered(own).compile().as_text() or ""
+  activities, names = kernels.named(
+    activities, text, steps, owners(engine.params)
+  )
   return {
     "nodes": engine.policy.nodes,
     "context": (first + last) / 2,
     "steps": steps,
     "kernels": kernels.to_columns(activities, names),
   }
+
+
+def owners(params: Params) -> dict[str, str]:
+  """Whose the arrays of an engine's parameters are, by their names in a step:
+  the drafter's what the target does not have."""
+  scopes: dict[str, str] = {}
+  for of, places in enumerate(params.places):
+    for place in places:
+      scope = kernels.DRAFTER if of == 1 else kernels.WEIGHTS
+      scopes.setdefault(f"params.arrays[{place}]", scope)
+  return scopes
 
 
 def _fitting(session: Session, length: int) -> int:

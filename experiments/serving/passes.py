@@ -131,7 +131,7 @@ def _told(
   lowered: jax.stages.Lowered,
   times: int,
 ) -> dict[str, Any]:
-  names = kernels.op_names(lowered.compile().as_text() or "")
+  text = lowered.compile().as_text() or ""
   for i in range(LAZY):
     run(i)
   engine.wait()
@@ -141,7 +141,9 @@ def _told(
       run(LAZY + i)
     engine.wait()
 
-  activities = measure.trace(steps)
+  activities, names = kernels.named(
+    measure.trace(steps), text, times, measure.owners(engine.params)
+  )
   if kind == "prefill":  # by scope, and not all of it as reading
     activities = [dataclasses.replace(x, module="") for x in activities]
   told = kernels.breakdown(activities, names, times)

@@ -135,7 +135,7 @@ class PlanTest(parameterized.TestCase):
     for high, _ in SHAPES:
       tile = fp8_tiles.plan(16, high)
       self.assertEqual(tile.columns, 16)
-      at_once = fp8_tiles.certain(tile, 132) * tile.cluster
+      at_once = fp8_tiles.clusters_of(tile, 132) * tile.cluster
       turns = -(-high // (tile.rows * at_once))
       # In as many turns no smaller tile would do, or it is a whole one.
       smaller = (tile.rows - 8) * at_once * turns

@@ -46,6 +46,7 @@ from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.request import RequestOutput
 from specpilot_jax.decoding.sampling import Features, SamplingParams
+from specpilot_jax.decoding.step import Params
 from specpilot_jax.decoding.transcript import Transcript
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.target import Target
@@ -211,6 +212,11 @@ class BatchEngine:
 
   def _settings(self, sampling: SamplingParams):
     return dataclasses.replace(self._one.request(sampling), plan=())
+
+  @property
+  def params(self) -> Params:
+    """As `Engine.params`."""
+    return self._one.params
 
   @property
   def max_seq_len(self) -> int:

@@ -100,6 +100,52 @@ def test_shares_always_sum_to_the_union():
     assert total == pytest.approx(kernels.union_ns(intervals))
 
 
+CALLS = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: bf16[4]) -> bf16[4] {
+  %a = bf16[4] parameter(0), metadata={op_name="params.arrays[7]"}
+  %pallas_call.1 = bf16[4] custom-call(%a), metadata={op_name="jit(step)/drafter/weights/jit(_matmul)/w12_hopper/mpmd_map"}
+  %pallas_call.2 = bf16[4] custom-call(%a), metadata={op_name="jit(step)/weights/jit(_matmul)/w12_hopper/mpmd_map"}
+  %pallas_call.3 = bf16[4] custom-call(%a), metadata={op_name="jit(step)/attention/jit(_kernel)/tree_attention/pallas_call"}
+  %gemm_fusion.9 = bf16[4] fusion(%a), kind=kCustom, calls=%other
+  ROOT %pallas_call.4 = bf16[4] custom-call(%a), metadata={op_name="jit(step)/drafter/attention/jit(_kernel)/tree_attention_combine/pallas_call"}
+}
+"""  # noqa: E501
+
+
+def test_own_kernels_in_a_graph_are_told_apart_by_their_order():
+  def step(start):
+    names = ("w12_hopper_mosaic_gpu_kernel",) * 2
+    names += ("tree_attention", "tree_attention_combine_4")
+    return [
+      kernel(name, "graph", start=start + i) for i, name in enumerate(names)
+    ]
+
+  several = step(0) + step(10)
+  found, names = kernels.named(several[::-1], CALLS, 2)
+  classes = [kernels.classify(k, names) for k in found]
+  assert classes == 2 * [
+    kernels.DRAFTER, kernels.TARGET_GEMM, kernels.ATTENTION, kernels.DRAFTER
+  ]  # fmt: skip
+  assert kernels.breakdown(found, names, 2).unattributed_us == 0
+  # One is missing, perhaps a branch not taken: by its name alone.
+  found, names = kernels.named(several[1:], CALLS, 2)
+  classes = [kernels.classify(k, names) for k in found]
+  assert classes[0] == classes[3] == classes[4] == kernels.TARGET_GEMM
+  assert classes[1:3] == classes[5:] == [kernels.ATTENTION, kernels.DRAFTER]
+  # What launched a kernel counts more than its name.
+  known = [kernel("w12_hopper", "pallas_call.2"), kernel("w12_hopper", "")]
+  found, names = kernels.named(known, CALLS, 1)
+  assert [k.op for k in found] == ["pallas_call.2", "pallas_call.2"]
+
+
+def test_arguments_whose_names_tell_nothing():
+  for owner in (kernels.WEIGHTS, kernels.DRAFTER):
+    names = kernels.op_names(CALLS, {"params.arrays[7]": owner})
+    assert names["gemm_fusion.9"] == owner
+  assert kernels.op_names(CALLS)["gemm_fusion.9"] == ""
+
+
 def event(name, start, duration, **stats):
   return types.SimpleNamespace(
     name=name, start_ns=start, duration_ns=duration, stats=list(stats.items())
