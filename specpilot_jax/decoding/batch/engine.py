@@ -46,7 +46,6 @@ from specpilot_jax.decoding.draft import Drafter
 from specpilot_jax.decoding.engine import Engine
 from specpilot_jax.decoding.request import RequestOutput
 from specpilot_jax.decoding.sampling import Features, SamplingParams
-from specpilot_jax.decoding.step import Params
 from specpilot_jax.decoding.transcript import Transcript
 from specpilot_jax.errors import SpecPilotError
 from specpilot_jax.models.target import Target
@@ -126,7 +125,7 @@ class BatchEngine:
         f" {one.capacity - one.max_seq_len}, the prefill_chunk, got"
         f" {rider_chunk}"
       )
-    self.tokenizer = tokenizer
+    self.tokenizer, self.params = tokenizer, one.params
     self.slots = slots
     self.slot_buckets = tuple(buckets)
     self.prefill_chunk = one.prefill_chunk
@@ -212,11 +211,6 @@ class BatchEngine:
 
   def _settings(self, sampling: SamplingParams):
     return dataclasses.replace(self._one.request(sampling), plan=())
-
-  @property
-  def params(self) -> Params:
-    """As `Engine.params`."""
-    return self._one.params
 
   @property
   def max_seq_len(self) -> int:
@@ -321,7 +315,7 @@ class BatchEngine:
     rider = self._reader(slot, chunk, size)
     self._steps_alone = False
     self._slots = self._donated(
-      lambda slots: self._prefill(self._one.params, slots, rider)
+      lambda slots: self._prefill(self.params, slots, rider)
     )
     self._has_read(slot, chunk)
 
@@ -450,7 +444,7 @@ class BatchEngine:
     arguments, rows = self._arguments(*call)
     step = self._step(features)
     self._slots, out = self._donated(
-      lambda slots: step(self._one.params, slots, *arguments, rows=rows)
+      lambda slots: step(self.params, slots, *arguments, rows=rows)
     )
     return out
 
@@ -523,19 +517,19 @@ class BatchEngine:
     for call in calls:
       self._run(*call)
     for r in reader:
-      self._slots = self._prefill(self._one.params, self._slots, r)
+      self._slots = self._prefill(self.params, self._slots, r)
     self.abort(0)
     self.wait()
 
   def lowered_prefill(self, rider) -> jax.stages.Lowered:
     """A pass over a chunk of a prompt."""
-    return self._prefill.lower(self._one.params, self._slots, rider)
+    return self._prefill.lower(self.params, self._slots, rider)
 
   def lowered(self, features, *call) -> jax.stages.Lowered:
     """A step of `Features`, index, listed slots, limits and a rider."""
     arguments, rows = self._arguments(*call)
     return self._step(features).lower(
-      self._one.params, self._slots, *arguments, rows=rows
+      self.params, self._slots, *arguments, rows=rows
     )
 
   def wait(self) -> None:
