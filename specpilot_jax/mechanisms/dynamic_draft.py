@@ -4,7 +4,8 @@ The full block is always drafted; what is cut off is verification, the anchor's
 position included in the count. A request's length follows from how sure the
 drafter is of this block, corrected by how that has turned out of late, and from
 what a node costs at the present load: where nodes cost nothing, all are
-verified, as stock does.
+verified, as stock does. A shared budget's rows are paid for, whoever fills
+them; there a request's drafts compete with those of others, corrected alike.
 
 Exactness: the length depends on the drafter's laws and on earlier passes, not
 on the tokens that were drawn, so it is exact under rejection sampling too.

@@ -225,6 +225,28 @@ class PolicyTest(kit.Float64TestCase):
       self.assertEqual(counts[0], counts[1])
       self.assertLessEqual(sum(counts[0]), 7)
 
+  def test_promises_count_as_much_as_they_came_true(self):
+    """Of two requests with the same drafts, one of which failed of late."""
+    given = offer(np.random.default_rng(0), jnp.full((2, 6), 1))
+    alike = jax.tree.map(lambda x: jnp.stack([x[0]] * 2), given.learned)
+    same = jnp.stack([given.scores[0]] * 2)
+    first = jax.tree.map(lambda x: jnp.stack([x[0]] * 2), given.first)
+    given = given._replace(
+      scores=same, first=first, plan=batching.Plan.of(8, 0.0)
+    )
+    self.assertEqual(CHAINS(given).count.tolist(), [4, 4])
+    failed = dataclasses.replace(alike, expected=jnp.array([0.0, 5.0]))
+    more, less = CHAINS(given._replace(learned=failed)).count.tolist()
+    self.assertEqual(more + less, 8)
+    self.assertGreater(more, less)
+
+  def test_rows_that_are_paid_for_have_no_price(self):
+    for shared in ("on", "off"):
+      system = SystemConfig(dynamic_draft="on", shared_budget=shared)
+      limits = BatchPolicy(system, shape(nodes=6), STEEP).plan(LOAD)
+      assert limits is not None
+      self.assertEqual(limits.plan.price == 0, shared == "on")
+
   def test_rows(self):
     """Few shapes, none below a tile; what W12's kernel does not take is out."""
     engine = shape()
