@@ -277,8 +277,7 @@ def fp8_tile(text: str) -> tuple[Shape, int, fp8_tiles.Tile]:
   """`34816x5120:64:88x64x2`: a matrix, rows of x, numbers of a tile."""
   shape, n, tile = text.split(":")
   rows, columns = map(int, shape.split("x"))
-  *numbers, early = map(int, [*tile.split("x"), "0"][:7])
-  chosen = fp8_tiles.Tile(*numbers, early=bool(early))
+  chosen = fp8_tiles.Tile(*map(int, tile.split("x")))
   return (rows, columns), int(n), chosen
 
 
@@ -341,7 +340,8 @@ def of_requests(
   config: ModelConfig, requests: int, counts: Sequence[int]
 ) -> Iterator[Operation]:
   """The kernels of a tree's states for several requests, as a batch maps them,
-  with the tiles that they ship with and others; by nodes of each."""
+  with the tiles that they ship with and others; by places for nodes of each,
+  of which it has as many as its number."""
   heads, key_heads = config.gdn_num_value_heads, config.gdn_num_key_heads
   state_bytes = 4 * heads * config.gdn_key_head_dim * config.gdn_value_head_dim
   verify = functools.partial(gdn_verify.verify, key_heads=key_heads)
@@ -360,9 +360,9 @@ def of_requests(
   def layers_of(nodes):
     mask = jnp.asarray(chain_and_bush(nodes))
     return [
-      jax.vmap(lambda seed: (*_layer(config, seed, nodes), mask))(
-        jnp.arange(i * requests, (i + 1) * requests)
-      )
+      jax.vmap(
+        lambda seed: (*_layer(config, seed, nodes), mask, seed % nodes + 1)
+      )(jnp.arange(i * requests, (i + 1) * requests))
       for i in range(LAYERS)
     ]
 

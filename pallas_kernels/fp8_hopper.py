@@ -104,14 +104,10 @@ def _matmul(x, w, tile, programs, out_dtype, interpret):
   rows, columns = w.codes.shape
   across = pl.cdiv(n, tile.columns)
   padded = across * tile.columns
-  if interpret:  # Neither are sums set to zero, nor kernels side by side.
-    tile = dataclasses.replace(
-      tile, ahead=tile.blocks * tile.pieces, early=False
-    )
-  if tile.early:  # No kernel between that of the codes and this makes weights.
-    x, w = lax.optimization_barrier((x, w))
+  if interpret:  # Sums are not set to zero.
+    tile = dataclasses.replace(tile, ahead=tile.blocks * tile.pieces)
   codes, scale = fp8_rows.quantize(
-    x, w.block[1], padded, "interpret" if interpret else "triton", tile.early
+    x, w.block[1], padded, "interpret" if interpret else "triton"
   )
   weights, scales = w.codes, w.scale
   whole = w.block[1] == columns
@@ -211,8 +207,6 @@ def _program(
   def _():
     if not interpret:
       plgpu.set_max_registers(REGISTERS["multiply"], action="increase")
-    if tile.early:
-      plgpu.griddepcontrol_wait()
 
     def unit(i, _):
       row, column = place(i)
@@ -252,22 +246,20 @@ def _load(
   # TMA writes to multiples of 128 bytes.
   parted = tile.columns % (32 * tile.cluster) == 0
 
-  def places(item):
-    """A slot, its barrier, the first row of W and of x, and the step."""
-    slot = lax.rem(item, tile.stages)
-    return slot, full.at[slot], *place(item // steps), lax.rem(item, steps)
+  def load(item, _):
+    slot, k = lax.rem(item, tile.stages), lax.rem(item, steps)
+    barrier, (row, column) = full.at[slot], place(item // steps)
 
-  def load_weights(item, _=None):
-    slot, barrier, row, _, k = places(item)
+    @pl.when(item >= tile.stages)
+    def _():
+      plgpu.barrier_wait(empty.at[slot])
+
     # Rows behind the last are zeros.
     plgpu.copy_gmem_to_smem(
       w_ref.at[pl.ds(row, tile.rows), pl.ds(k * depth, depth)],
       w_ring.at[slot, pl.ds(0, tile.rows)],
       barrier,
     )
-
-  def load_rows(item, _=None):
-    slot, barrier, _, column, k = places(item)
     columns = pl.ds(column, tile.columns)
     plgpu.copy_gmem_to_smem(
       x_ref.at[columns, pl.ds(k * depth, depth)],
@@ -283,22 +275,8 @@ def _load(
         collective_axes=axes if parted else None,
       )
 
-  def load(item, _):
-    @pl.when(item >= tile.stages)
-    def _():
-      plgpu.barrier_wait(empty.at[lax.rem(item, tile.stages)])
-
-    load_weights(item)
-    load_rows(item)
-
   items = mine * steps
-  loaded = 0
-  if tile.early:
-    loaded = jnp.minimum(items, tile.stages)
-    lax.fori_loop(0, loaded, load_weights, None)
-    plgpu.griddepcontrol_wait()
-    lax.fori_loop(0, loaded, load_rows, None)
-  lax.fori_loop(loaded, items, load, None)
+  lax.fori_loop(0, items, load, None)
   # No barrier is left with a phase that nobody has waited for, nor a program
   # while others write to its memory.
   lax.fori_loop(

@@ -28,7 +28,6 @@ def quantize(
   columns: int,
   rows: int,
   implementation: dispatch.Implementation,
-  early: bool = False,
 ) -> tuple[Float[Array, "R J"], Float[Array, "C R"]]:
   """Codes and scales of rows, each row apart from the others.
 
@@ -36,8 +35,6 @@ def quantize(
     columns: of a scale: `BLOCK` or all.
     rows: R, a multiple of `ROWS` from N on; the codes of those behind x are
       zeros, and so are those of columns up to J, the next multiple of `BLOCK`.
-    early: whether the next kernel may start once all programs of this one have;
-      it has to wait for the codes itself. Not to be interpreted.
   """
   n, width = x.shape
   across = pl.cdiv(width, BLOCK)
@@ -45,9 +42,7 @@ def quantize(
   groups = 1 if whole else across
   anywhere = pl.BlockSpec(memory_space=pl.ANY)
   return pl.pallas_call(
-    functools.partial(_whole, steps=pl.cdiv(width, STEP), early=early)
-    if whole
-    else functools.partial(_blocks, early=early),
+    functools.partial(_whole, steps=pl.cdiv(width, STEP)) if whole else _blocks,
     grid=(rows,) if whole else (groups, rows // ROWS),
     in_specs=[anywhere],
     out_specs=[anywhere] * 2,
@@ -71,24 +66,10 @@ def _load(x_ref, row, column):
   return pltriton.load(place, mask=live, other=0).astype(jnp.float32)
 
 
-def _let_next_start(row):
-  """The same rows: what comes before all that is computed with them."""
-  (row,) = pltriton.elementwise_inline_asm(
-    "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-    args=[row],
-    constraints="=r,r",
-    pack=1,
-    result_shape_dtypes=[jax.ShapeDtypeStruct(row.shape, row.dtype)],
-  )
-  return row
-
-
-def _blocks(x_ref, code_ref, scale_ref, *, early):
+def _blocks(x_ref, code_ref, scale_ref):
   block = pl.program_id(0)
   first = pl.program_id(1) * ROWS
   row = first + jnp.arange(ROWS)
-  if early:
-    row = _let_next_start(row)
   x = _load(x_ref, row, block * BLOCK + jnp.arange(BLOCK))
   scale = fp8_array.scale_of(jnp.max(jnp.abs(x), axis=1))
   here = pl.ds(first, ROWS)
@@ -98,11 +79,9 @@ def _blocks(x_ref, code_ref, scale_ref, *, early):
   scale_ref[block, here] = scale
 
 
-def _whole(x_ref, code_ref, scale_ref, *, steps, early):
+def _whole(x_ref, code_ref, scale_ref, *, steps):
   """One row: its largest number first, then its codes."""
   row = pl.program_id(0) + jnp.arange(1)
-  if early:
-    row = _let_next_start(row)
   padded = code_ref.shape[1]
 
   def piece(i):

@@ -49,8 +49,6 @@ class Tile:
     blocks: of 128 columns in a slot of the ring; chosen where 0.
     stages: slots; chosen where 0.
     ahead: products of a consumer in flight; chosen where 0.
-    early: whether a program asks for weights while the kernel before it, which
-      makes the codes, still runs (programmatic dependent launch).
   """
 
   rows: int
@@ -59,7 +57,6 @@ class Tile:
   blocks: int = 0
   stages: int = 0
   ahead: int = 0
-  early: bool = False
 
   @property
   def by_rows(self) -> bool:

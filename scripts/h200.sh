@@ -33,7 +33,7 @@ kernels() {
 kernels_large() {
   kernels --shapes=16480x5120,34816x5120,248320x5120 --nodes=16,64 "$@"
 }
-# 60 s: those of the recurrent state for 16 requests, with several tiles.
+# 90 s: those of the recurrent state for 16 requests, with several tiles.
 kernels_requests() {
   kernels --products= --nodes=16,32 --prefixes=1024 --requests=16 "$@"
 }

@@ -145,7 +145,8 @@ def _scoped(path: str, owners: Mapping[str, str]) -> str:
   return path
 
 
-_CALL = re.compile(r"/([^/]+)/(?:pallas_call|mpmd_map)$")
+_OWN_CALL = re.compile(r"/([^/]+)/(?:pallas_call|mpmd_map)$")
+_CALLED = re.compile(r" call\(.*\bto_apply=%?([\w.\-]+)")
 
 
 def named(
@@ -159,7 +160,7 @@ def named(
 
   In a CUDA graph a kernel of our own keeps its name alone, which others have
   too. Where a step launches as many of a name as it has instructions that call
-  it, they are those, in order.
+  it, they are those, in order, unless the profile knows better of one.
 
   Args:
     hlo_text: of the executable.
@@ -170,21 +171,48 @@ def named(
     The kernels, by start, and what `classify` takes.
   """
   names = op_names(hlo_text, owners)
-  calls: dict[str, list[str]] = {}
-  for name, path in names.items():
-    if found := _CALL.search(path):
-      calls.setdefault(found[1], []).append(name)
   kernels = sorted(kernels, key=lambda k: k.start_ns)
-  for own, instructions in calls.items():
+  for own, instructions in _calls(hlo_text).items():
     spelled = re.compile(re.escape(own) + r"(_mosaic_gpu_kernel)?(_\d*)?")
     of_it = [i for i, k in enumerate(kernels) if spelled.fullmatch(k.name)]
-    if len(of_it) != steps * len(instructions):
-      continue
-    for at, i in enumerate(of_it):
-      if kernels[i].op not in names:
-        op = instructions[at % len(instructions)]
+    ops = instructions * steps
+    fits = len(of_it) == len(ops) and all(
+      kernels[i].op in ("", op) or kernels[i].op not in names
+      for i, op in zip(of_it, ops, strict=True)
+    )
+    if fits:
+      for i, op in zip(of_it, ops, strict=True):
         kernels[i] = dataclasses.replace(kernels[i], op=op)
   return kernels, names
+
+
+def _calls(hlo_text: str) -> dict[str, list[str]]:
+  """Instructions that call kernels of our own, by the kernel, in the order of a
+  scheduled module: those of computations that its entry calls where it does.
+  Not those of branches and loops."""
+  bodies: dict[str, list[str]] = {}
+  entry = body = ""
+  for line in hlo_text.splitlines():
+    if head := _COMPUTATION.match(line):
+      body = head[1]
+      if line.startswith("ENTRY"):
+        entry = body
+    else:
+      bodies.setdefault(body, []).append(line)
+  found: dict[str, list[str]] = {}
+
+  def walk(computation: str) -> None:
+    for line in bodies.get(computation, ()):
+      if called := _CALLED.search(line):
+        walk(called[1])
+      op = _OP_NAME.search(line)
+      own = _OWN_CALL.search(op[1]) if op and " custom-call(" in line else None
+      instruction = _INSTRUCTION.match(line)
+      if own and instruction:
+        found.setdefault(own[1], []).append(instruction[1])
+
+  walk(entry)
+  return found
 
 
 def op_names(

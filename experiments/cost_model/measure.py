@@ -187,7 +187,8 @@ def collect(
   for name, engine in ({} if on_cpu else engines).items():
     if records.get(name) and name not in systems:
       prompt = _median(records[name])["prompt_ids"]
-      others[name] = _decoded(engine, prompt, subject.sampling)
+      if found := _decoded(engine, prompt, subject.sampling):
+        others[name] = found
   content = {
     "format": model.FORMAT,
     "kind": model.TIMED if on_cpu else model.PROFILED,
@@ -279,11 +280,20 @@ def _traced(
 
 def _decoded(
   engine: Engine, prompt: Sequence[int], sampling: SamplingParams
-) -> dict[str, Any]:
-  """Steps of an engine behind a prompt, as it decodes, under the profiler."""
+) -> dict[str, Any] | None:
+  """Steps of an engine behind a prompt, as it decodes, under the profiler.
+
+  As many as surely end no request, since an ended one commits nothing; None
+  where there is no room for any.
+  """
+  room = engine.max_seq_len - len(prompt)
+  lazy = 2 + engine.host_lag
+  fitting = room // (1 + engine.num_drafts) - lazy - engine.host_lag
+  if fitting < 1:
+    return None
   own = dataclasses.replace(
     sampling,
-    max_tokens=engine.max_seq_len - len(prompt),
+    max_tokens=room,
     ignore_eos=True,
     stop=(),
     stop_token_ids=(),
@@ -291,14 +301,13 @@ def _decoded(
   running = engine.steps(prompt, own)
   try:
     # What is lazy about first calls is not of a step.
-    *_, (carry, _) = itertools.islice(running, 2 + engine.host_lag)
+    *_, (carry, _) = itertools.islice(running, lazy)
     jax.block_until_ready(carry)
-    first, steps = int(carry.target.length), 0
+    first, steps = int(carry.target.length), min(PROFILED_STEPS, fitting)
 
     def run():
-      nonlocal carry, steps
-      for latest, _ in itertools.islice(running, PROFILED_STEPS):
-        carry, steps = latest, steps + 1
+      nonlocal carry
+      *_, (carry, _) = itertools.islice(running, steps)
       jax.block_until_ready(carry)
 
     activities = trace(run)

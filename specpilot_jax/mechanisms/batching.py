@@ -111,7 +111,8 @@ class Allocation:
   Attributes:
     chains: every request's nodes are a chain.
     shared: the plan's budget counts.
-    dynamic: requests verify as many positions as they are worth.
+    dynamic: requests verify as many positions as they are worth; where they
+      share a budget, recent acceptance weighs their scores.
     lengths: of those, see `dynamic_draft.length`.
   """
 
@@ -144,8 +145,9 @@ class Allocation:
     if self.shared:
       budget = jnp.minimum(offer.plan.budget, budget)
       if self.dynamic:
-        # Promises count as much as they came true, beside those of others.
-        trust = jnp.log(dynamic_draft.trust(offer.learned))
+        # Promises count as much as they came true, beside those of others; no
+        # more, as paths above their anchor's probability would be equal.
+        trust = jnp.log(jnp.minimum(dynamic_draft.trust(offer.learned), 1))
         scores += jnp.where(nodes.depth > 0, trust[:, None], 0)
     return shared_budget_lib.allocate(
       nodes, scores, offer.live, budget, chains=self.chains

@@ -60,7 +60,9 @@ def survival(
     parents = jnp.concatenate([jnp.zeros((1,), places.dtype), places[:-1]])
     index = jnp.arange(places.shape[0])
     each = lattice.confidence[index, parents]
-  each = jnp.where(jnp.arange(each.shape[0]) < first.count, each, 0)
+  # What is not a number promises nothing.
+  counts = (jnp.arange(each.shape[0]) < first.count) & (each >= 0)
+  each = jnp.where(counts, each, 0)
   return jnp.cumprod(each).astype(jnp.float32)
 
 

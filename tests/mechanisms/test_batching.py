@@ -239,6 +239,11 @@ class PolicyTest(kit.Float64TestCase):
     more, less = CHAINS(given._replace(learned=failed)).count.tolist()
     self.assertEqual(more + less, 8)
     self.assertGreater(more, less)
+    # What came true more often than promised keeps the order of paths.
+    lucky = dataclasses.replace(alike, accepted=jnp.array([9.0, 0.0]))
+    self.assertEqual(
+      CHAINS(given._replace(learned=lucky)).count.tolist(), [4, 4]
+    )
 
   def test_rows_that_are_paid_for_have_no_price(self):
     for shared in ("on", "off"):

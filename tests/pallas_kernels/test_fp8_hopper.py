@@ -174,20 +174,6 @@ class LoweringTest(parameterized.TestCase):
     )
     self.assertIn("mosaic_gpu", text)
 
-  @parameterized.parameters(BLOCKS, (1, 256))
-  def test_lowers_where_it_starts_early(self, *block):
-    text = lowering.lower(
-      functools.partial(
-        fp8_hopper.matmul,
-        out_dtype=jnp.bfloat16,
-        tile=Tile(40, 32, 4, early=True),
-      ),
-      "NVIDIA H200",
-      jax.ShapeDtypeStruct((20, 256), jnp.bfloat16),
-      struct(80, 256, block),
-    )
-    self.assertIn("uses_pdl", text)
-
   @parameterized.parameters((100, 256), (104, 300))
   def test_takes_triton_where_it_must(self, high, width):
     text = lowering.lower(

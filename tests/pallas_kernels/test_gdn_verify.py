@@ -135,7 +135,7 @@ class VerifyTest(parameterized.TestCase):
       parents = chain(size) if i == 0 else trees.random_parents(rng, size)
       self.check(given, parents, dtype, node=int(rng.integers(size)))
 
-  @parameterized.parameters(20, 32)
+  @parameterized.parameters(20, 32, 64)
   def test_several_requests_some_of_few_nodes(self, places):
     """Each has what it has alone; what does not exist is finite."""
     rng = np.random.default_rng(places)
@@ -237,6 +237,27 @@ class VerifyTest(parameterized.TestCase):
     )
     self.assertIn("gdn_verify", text)
     self.assertIn("__gpu$xla.gpu.triton", text)
+
+  @parameterized.parameters(16, 24, 48, 64, 96, 128)
+  def test_lowers_for_several_requests(self, nodes):
+    def shape(*dims, dtype=jnp.float32):
+      return jax.ShapeDtypeStruct(dims, dtype)
+
+    verify = functools.partial(
+      gdn_verify.verify, key_heads=16, implementation="triton"
+    )
+    text = lowering.lower(
+      jax.vmap(verify, in_axes=(0, 0, None, None, 0, 0, 0)),
+      "NVIDIA H200",
+      shape(4, nodes, 10240),
+      shape(4, nodes, 16480, dtype=jnp.bfloat16),
+      shape(48),
+      shape(48),
+      shape(4, 48, 128, 128),
+      shape(4, nodes, nodes, dtype=jnp.bool_),
+      shape(4, dtype=jnp.int32),
+    )
+    self.assertIn("gdn_verify", text)
 
   @parameterized.parameters(
     (227 << 10, 128, 128), (99 << 10, 128, 64), (90 << 10, 128, 48),

@@ -102,10 +102,16 @@ def test_shares_always_sum_to_the_union():
 
 CALLS = """HloModule jit_step, is_scheduled=true
 
+%command_buffer (p: bf16[4]) -> bf16[4] {
+  %p = bf16[4] parameter(0)
+  ROOT %pallas_call.2 = (bf16[4], f32[4]) custom-call(%p), metadata={op_name="jit(step)/weights/jit(_matmul)/w12_hopper/mpmd_map"}
+}
+
 ENTRY %main (a: bf16[4]) -> bf16[4] {
   %a = bf16[4] parameter(0), metadata={op_name="params.arrays[7]"}
   %pallas_call.1 = bf16[4] custom-call(%a), metadata={op_name="jit(step)/drafter/weights/jit(_matmul)/w12_hopper/mpmd_map"}
-  %pallas_call.2 = bf16[4] custom-call(%a), metadata={op_name="jit(step)/weights/jit(_matmul)/w12_hopper/mpmd_map"}
+  %call.5 = (bf16[4], f32[4]) call(%a), to_apply=%command_buffer
+  %get-tuple-element.6 = bf16[4] get-tuple-element(%call.5), index=0, metadata={op_name="jit(step)/weights/jit(_matmul)/w12_hopper/mpmd_map"}
   %pallas_call.3 = bf16[4] custom-call(%a), metadata={op_name="jit(step)/attention/jit(_kernel)/tree_attention/pallas_call"}
   %gemm_fusion.9 = bf16[4] fusion(%a), kind=kCustom, calls=%other
   ROOT %pallas_call.4 = bf16[4] custom-call(%a), metadata={op_name="jit(step)/drafter/attention/jit(_kernel)/tree_attention_combine/pallas_call"}
@@ -133,10 +139,14 @@ def test_own_kernels_in_a_graph_are_told_apart_by_their_order():
   classes = [kernels.classify(k, names) for k in found]
   assert classes[0] == classes[3] == classes[4] == kernels.TARGET_GEMM
   assert classes[1:3] == classes[5:] == [kernels.ATTENTION, kernels.DRAFTER]
-  # What launched a kernel counts more than its name.
-  known = [kernel("w12_hopper", "pallas_call.2"), kernel("w12_hopper", "")]
-  found, names = kernels.named(known, CALLS, 1)
-  assert [k.op for k in found] == ["pallas_call.2", "pallas_call.2"]
+  # What launched a kernel counts more than its name and its place.
+  for op, expected in (
+    ("pallas_call.1", "pallas_call.2"),
+    ("pallas_call.2", ""),
+  ):
+    known = [kernel("w12_hopper", op), kernel("w12_hopper", start=1)]
+    found, names = kernels.named(known, CALLS, 1)
+    assert [k.op for k in found] == [op, expected]
 
 
 def test_arguments_whose_names_tell_nothing():
