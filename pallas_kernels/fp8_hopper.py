@@ -247,13 +247,15 @@ def _load(
   parted = tile.columns % (32 * tile.cluster) == 0
 
   def load(item, _):
-    slot, k = lax.rem(item, tile.stages), lax.rem(item, steps)
-    barrier, (row, column) = full.at[slot], place(item // steps)
+    slot = lax.rem(item, tile.stages)
 
     @pl.when(item >= tile.stages)
     def _():
       plgpu.barrier_wait(empty.at[slot])
 
+    # Behind the wait: a loader has few registers.
+    barrier, k = full.at[slot], lax.rem(item, steps)
+    row, column = place(item // steps)
     # Rows behind the last are zeros.
     plgpu.copy_gmem_to_smem(
       w_ref.at[pl.ds(row, tile.rows), pl.ds(k * depth, depth)],
